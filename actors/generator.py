@@ -5,17 +5,20 @@ the handling of engine failures.
 """
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint, context
 
 from composer_mesh.actors.engines.loop import Answer, BatchRounds, EngineLoop, EngineThread
-from composer_mesh.actors.engines.port import RequestAborted, make_engine
+from composer_mesh.actors.engines.port import GenerationEngine, RequestAborted, make_engine
+from composer_mesh.actors.models.device_memory import ASLEEP, its_turn
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.weights.manifest import WeightsHandle
-from composer_mesh.mesh.weights.receiver import WeightReceiver
+from composer_mesh.mesh.weights.receiver import StagedWeights, WeightReceiver
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 CLOSE_S = 2.0
@@ -33,17 +36,51 @@ class GeneratorActor(MeshActor):
 
     def __init__(self) -> None:
         self._thread = EngineThread()
+        self._make: Callable[[], GenerationEngine] | None = None
         self._pulls = asyncio.Lock()
         self._loop: EngineLoop | None = None
+        self._built = asyncio.Event()
+        self._staged: StagedWeights | None = None
         self._rounds = BatchRounds(self._ask_together)
 
     @concurrent_endpoint
-    async def load(self, config: Config, folder: Path) -> None:
-        """Load the policy as version 0 and start serving."""
-        engine = await self._thread.run(make_engine, config, folder)
-        self._loop, self._receiver = EngineLoop(engine, self._thread), WeightReceiver()
-        self.policy_version = 0
-        self._serving = asyncio.create_task(self._serve(self._loop))
+    async def load(self, config: Config, folder: Path, awake: bool = True) -> None:
+        """Load the policy as version 0 and start serving, unless it is not `awake`.
+
+        Then the first `set_awake` does it; what is requested before waits.
+        """
+        self._make = partial(make_engine, config, folder)
+        self._receiver, self.policy_version = WeightReceiver(), 0
+        if awake:
+            await self._build()
+
+    async def _build(self) -> EngineLoop:
+        assert self._make is not None
+        loop = self._loop = EngineLoop(await self._thread.run(self._make), self._thread)
+        self._serving = asyncio.create_task(self._serve(loop))
+        self._built.set()
+        return loop
+
+    @concurrent_endpoint
+    async def set_awake(self, awake: bool) -> None:
+        """Give the device up to others, or take it back and serve the newest version pulled.
+
+        Running requests wait and continue. Waits for one decode step and for the copies; a transfer
+        that a pull still waits for is abandoned.
+        """
+        self._receiver.abandon()
+        async with self._pulls:
+            loop = None if self._loop is None else self._running(self._loop)
+            staged = self._staged
+            if loop is None and awake:
+                loop = await self._build()
+                if staged is not None:
+                    await loop.swap(staged)
+            elif loop is not None and awake and loop.asleep:
+                await loop.wake(staged)
+            elif loop is not None and not awake and not loop.asleep:
+                entries = () if staged is None else staged.manifest.entries
+                await loop.sleep({name for one in entries for name in one.names})
 
     @concurrent_endpoint
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -52,7 +89,7 @@ class GeneratorActor(MeshActor):
         A cancelled call aborts its request. Raises `RequestAborted` if another call did, or sent
         the same id again, and `DecodingDeadlineExceeded` after the request's own deadline.
         """
-        return await self._serving_loop().ask(request)
+        return await (await self._serving_loop()).ask(request)
 
     @concurrent_endpoint
     async def generate_many(
@@ -64,7 +101,8 @@ class GeneratorActor(MeshActor):
         of batches where each but the first `continues` the one before it, that is, reuses its
         prefixes. A request that is aborted has its error in place of its result.
         """
-        return await outcomes(self._serving_loop().ask_together(requests, continues=continues))
+        loop = await self._serving_loop()
+        return await outcomes(loop.ask_together(requests, continues=continues))
 
     @concurrent_endpoint
     async def abort(self, request_ids: list[str]) -> int:
@@ -73,7 +111,7 @@ class GeneratorActor(MeshActor):
         Does not wait. Their slots are free after the decode step under way; ids that are unknown or
         answered are ignored.
         """
-        loop = self._serving_loop()
+        loop = await self._serving_loop()
         return sum(loop.abort(request_id, "its caller requested it") for request_id in request_ids)
 
     @concurrent_endpoint
@@ -84,6 +122,7 @@ class GeneratorActor(MeshActor):
 
         Waits until all shares have arrived, or `close_round`.
         """
+        await self._serving_loop()
         return await outcomes(await self._rounds.share(number, size, requests, continues))
 
     @concurrent_endpoint
@@ -97,12 +136,13 @@ class GeneratorActor(MeshActor):
 
         Running requests continue with the new weights. Waits for the transfer and one decode step;
         a transfer that an earlier pull still waits for is abandoned, because its publisher may be
-        gone.
+        gone. While the engine sleeps, the version stays on the host until it is awake.
         """
         self._receiver.abandon()
         async with self._pulls:
-            staged = await self._receiver.receive(handle)
-            await self._serving_loop().swap(staged)
+            staged = self._staged = await self._receiver.receive(handle)
+            if self._loop is not None and not self._loop.asleep:
+                await self._running(self._loop).swap(staged)
             self.policy_version = staged.version
             return staged.version
 
@@ -112,6 +152,8 @@ class GeneratorActor(MeshActor):
             return {"outstanding": 0, "tokens": 0}
         waiting, tokens = loop.outstanding, loop.engine.prompt_tokens
         activity = f"decoding {waiting} requests" if waiting else "idle"
+        if loop.asleep:
+            activity = ASLEEP
         return {
             "activity": activity,
             "outstanding": waiting,
@@ -131,14 +173,21 @@ class GeneratorActor(MeshActor):
             await asyncio.wait([closing], timeout=CLOSE_S)
 
     def _ask_together(self, requests: list[GenerationRequest], continues: bool) -> list[Answer]:
-        return self._serving_loop().ask_together(requests, continues=continues)
+        assert self._loop is not None  # each share has waited for it
+        return self._running(self._loop).ask_together(requests, continues=continues)
 
-    def _serving_loop(self) -> EngineLoop:
-        if self._loop is None:
+    async def _serving_loop(self) -> EngineLoop:
+        """Return the loop of the engine. Waits until it is built."""
+        if self._make is None:
             raise RuntimeError("the generator has no engine: call load first")
+        await its_turn(self._built)
+        assert self._loop is not None
+        return self._running(self._loop)
+
+    def _running(self, loop: EngineLoop) -> EngineLoop:
         if self._serving.done():
             raise RuntimeError(f"the engine has stopped: {self._serving.exception()!r}")
-        return self._loop
+        return loop
 
     async def _serve(self, loop: EngineLoop) -> None:
         """Run the engine loop; an engine failure ends the actor.

@@ -4,7 +4,8 @@ It runs concurrently with the trainer and scores each pair once. It never pulls 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,8 +14,10 @@ from monarch.actor import concurrent_endpoint
 from torch import Tensor
 
 from composer_mesh.actors.learning.replay_channel import answer_logprobs, answer_logprobs_by_sides
+from composer_mesh.actors.models.device_memory import ASLEEP, DeviceMemory, DeviceTurn
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import converted, load_model
+from composer_mesh.actors.models.sharding import stored_weights
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.device import own_device
@@ -35,27 +38,42 @@ class ReferenceActor(MeshActor):
     kind: ClassVar[str] = "reference"
 
     def __init__(self) -> None:
-        self._order = asyncio.Lock()
+        self._device = DeviceTurn()
+        self._make: Callable[[], LanguageModel] | None = None
         self._model: LanguageModel | None = None
         self._scored = 0
 
     @concurrent_endpoint
-    async def load(self, config: Config, folder: Path) -> None:
-        """Load the frozen initial policy."""
-        model = await asyncio.to_thread(load_model, folder)
-        dtype = getattr(torch, config.trainer.frozen_dtype)
-        frozen = converted(model, dtype).requires_grad_(False).to(own_device())
-        self._model = LanguageModel(
-            frozen, sharing="levels" if config.trainer.prefix_sharing else "off"
-        )
+    async def load(self, config: Config, folder: Path, awake: bool = True) -> None:
+        """Load the frozen initial policy, unless it is not `awake`: `set_awake` does it then."""
+        self._make = partial(_reference, config, folder)
         self._budget, self._ld_alpha = config.trainer.microbatch_tokens, config.replay.ld_alpha
+        self._device, self._memory = DeviceTurn(awake), DeviceMemory(own_device())
+        if awake:
+            self._model = await asyncio.to_thread(self._make)
+
+    @concurrent_endpoint
+    async def set_awake(self, awake: bool) -> None:
+        """Give the device up to others, or take it back; what is requested in between waits."""
+        await self._device.set_awake(awake, self._take if awake else self._give)
+        self.activity = "idle" if awake else ASLEEP
+
+    def _take(self) -> None:
+        self._memory.restore()
+        if self._model is None and self._make is not None:
+            self._model = self._make()
+
+    def _give(self) -> None:
+        if self._model is not None:
+            self._memory.release((), constant=stored_weights(self._model.model).values())
 
     @concurrent_endpoint
     async def score(self, pairs: list[PairSample]) -> list[Scores]:
         """Return the scores of some pairs, in order. Calls are processed one at a time."""
-        if self._model is None:
+        if self._make is None:
             raise RuntimeError("no policy is loaded: call load first")
-        async with self._order:
+        async with self._device:
+            assert self._model is not None
             self.activity = f"scoring {len(pairs)} pairs"
             scores = await asyncio.to_thread(
                 score_pairs, self._model, pairs, self._budget, self._ld_alpha
@@ -66,6 +84,12 @@ class ReferenceActor(MeshActor):
 
     def details(self) -> dict[str, int]:
         return {"scored": self._scored}
+
+
+def _reference(config: Config, folder: Path) -> LanguageModel:
+    dtype = getattr(torch, config.trainer.frozen_dtype)
+    frozen = converted(load_model(folder), dtype).requires_grad_(False).to(own_device())
+    return LanguageModel(frozen, sharing="levels" if config.trainer.prefix_sharing else "off")
 
 
 @torch.no_grad()

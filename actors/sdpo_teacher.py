@@ -6,6 +6,7 @@ weights, and the trainer computes the loss.
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,8 +20,9 @@ from composer_mesh.actors.checkpoints.teacher_average import (
     read_average,
     write_average,
 )
+from composer_mesh.actors.models.device_memory import ASLEEP, DeviceMemory, DeviceTurn
 from composer_mesh.actors.models.policy import converted, load_model
-from composer_mesh.actors.models.sharding import distinct, own_weights
+from composer_mesh.actors.models.sharding import distinct, own_weights, stored_weights
 from composer_mesh.actors.teacher_outputs.messages import (
     HeadHandle,
     SlotPool,
@@ -63,23 +65,58 @@ class SDPOTeacherActor(MeshActor):
     kind: ClassVar[str] = "sdpo_teacher"
 
     def __init__(self) -> None:
-        self._order = asyncio.Lock()
+        self._device = DeviceTurn()
+        self._loaded: TeacherModel | None = None
 
     @concurrent_endpoint
-    async def load(self, config: Config, folder: Path) -> None:
+    async def load(self, config: Config, folder: Path, awake: bool = True) -> None:
         """Load the policy or the teacher model as version 0; register the output buffers.
 
+        If it is not `awake`, the first `set_awake` loads, and all that is requested before waits.
         Raises `UnfitModelFolder` for a teacher model with another tokenizer.
         """
         self._folder, self._follows = folder, config.sdpo.follows_trainer
         self._kept: dict[str, Tensor] = {}
-        self._teacher = await in_thread(_teacher_of, config, folder)
+        self._make = partial(_teacher_of, config, folder)
+        self._device, self._memory = DeviceTurn(awake), DeviceMemory(own_device())
+        if awake:
+            self._loaded = await in_thread(self._make)
         self._receiver = WeightReceiver()
         self._transport = choose(config.weights)
         self._publishers: list[WeightPublisher] = []
         self._slots = SlotPool(SLOTS, FIRST_CAPACITY)
         self._head_buffer = SendBuffer(FIRST_CAPACITY)
         self.policy_version = 0
+
+    @property
+    def _teacher(self) -> TeacherModel:
+        assert self._loaded is not None  # what has the device's turn has it loaded
+        return self._loaded
+
+    @concurrent_endpoint
+    async def set_awake(self, awake: bool) -> None:
+        """Give the device up to others, or take it back; what is requested in between waits.
+
+        A transfer that a pull still waits for is abandoned.
+        """
+        self._receiver.abandon()
+        await self._device.set_awake(awake, self._take if awake else self._give)
+        self.activity = "idle" if awake else ASLEEP
+
+    def _take(self) -> None:
+        self._memory.restore()
+        self._loaded = self._loaded or self._make()
+
+    def _give(self) -> None:
+        if self._loaded is None:
+            return
+        self._loaded.release()
+        models = [stored_weights(model).values() for model in self._loaded.models]
+        held = [one for weights in models for one in weights]
+        if self._follows:
+            self._memory.release(held)
+        else:
+            self._memory.release((), constant=held)
 
     @concurrent_endpoint
     async def pull(self, handle: WeightsHandle) -> int:
@@ -89,7 +126,7 @@ class SDPOTeacherActor(MeshActor):
         for is abandoned: its publisher may be gone.
         """
         self._receiver.abandon()
-        async with self._order:
+        async with self._device:
             apply: Blend = _unread
             if self._follows:
                 apply = (await self._receiver.receive(handle)).apply
@@ -109,7 +146,7 @@ class SDPOTeacherActor(MeshActor):
         """
         ticket = await self._slots.acquire(step)
         try:
-            async with self._order:
+            async with self._device:
                 self.activity = f"reading {len(views)} hinted contexts"
                 chosen = None if choice is None else await read(choice)
                 began = time.perf_counter()
@@ -139,7 +176,7 @@ class SDPOTeacherActor(MeshActor):
     @concurrent_endpoint
     async def keep(self) -> int:
         """Copy the moving average for `write`; return its version. Waits for a pull."""
-        async with self._order:
+        async with self._device:
             self._kept = await in_thread(self._copied_average)
             return self._teacher.version
 
@@ -158,7 +195,7 @@ class SDPOTeacherActor(MeshActor):
 
         Raises `UnreadableCheckpoint`.
         """
-        async with self._order:
+        async with self._device:
             await in_thread(self._restore, version, file)
             self.policy_version = version
             return version
@@ -174,7 +211,7 @@ class SDPOTeacherActor(MeshActor):
     @concurrent_endpoint
     async def head(self) -> HeadHandle:
         """Return the head for this version's hidden states. Valid until the next version."""
-        async with self._order:
+        async with self._device:
             layout, packed = await in_thread(self._packed_head)
             buffer = await self._head_buffer.write(packed)
             return HeadHandle(self._teacher.version, layout, buffer, self._teacher.head().softcap)
@@ -192,7 +229,7 @@ class SDPOTeacherActor(MeshActor):
 
         Valid until `release_state`, which frees the copy and is called however the adoption ends.
         """
-        async with self._order:
+        async with self._device:
             version = self._teacher.version
             await self._close_publishers()
             self._publishers = [
@@ -204,7 +241,7 @@ class SDPOTeacherActor(MeshActor):
     @concurrent_endpoint
     async def release_state(self) -> None:
         """Free the copy of the weights that `state` published."""
-        async with self._order:
+        async with self._device:
             await self._close_publishers()
 
     async def _close_publishers(self) -> None:
@@ -214,7 +251,7 @@ class SDPOTeacherActor(MeshActor):
     @concurrent_endpoint
     async def adopt(self, handles: list[WeightsHandle]) -> int:
         """Adopt another teacher's weights; return the version."""
-        async with self._order:
+        async with self._device:
             for model, handle in zip(self._teacher.models, handles, strict=True):
                 staged = await self._receiver.receive(handle)
                 await in_thread(staged.apply, model)

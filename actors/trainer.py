@@ -16,6 +16,7 @@ from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.mcp_servers.servers import serving
+from composer_mesh.actors.models.device_memory import ASLEEP
 from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.warm_start import prepare_policy
@@ -130,6 +131,17 @@ class TrainerActor(RankActor):
             figures = {} if source is None else source.figures()
             learner = self._learner
             return TrainReply(metrics, figures, learner.divergences, learner.new_events())
+
+    @concurrent_endpoint
+    async def set_awake(self, awake: bool) -> None:
+        """Give the device up to others, or take it back. Waits for a running step or weight copy.
+
+        Weights and optimizer state are bit for bit what they were; gradients are cleared.
+        """
+        async with self._order:
+            await asyncio.to_thread(self._held.wait)
+            await asyncio.to_thread(self._learner.set_awake, awake)
+            self.activity = "idle" if awake else ASLEEP
 
     def details(self) -> dict[str, Any]:
         return self._details

@@ -90,7 +90,7 @@ def main() -> None:
         for name, runs in runs_of(folder).items():
             found[name] |= runs
     if arguments.base not in found:
-        parser.error(f"--base is {arguments.base!r} but has to be one of {', '.join(found)}")
+        parser.error(f"--base is {arguments.base!r} but must be one of {', '.join(found)}")
     print(
         "| arm | runs | mean over the run | minus base | last | minus base | s a point | answers |"
     )

@@ -258,19 +258,42 @@ def training(bench: Bench) -> list[Row]:
 
 
 def serving(bench: Bench) -> list[Row]:
-    """Measure decoding of the embedded engine: each step reads all weights once."""
+    """Measure decoding of the embedded engine: each step reads all weights once.
+
+    Once with its steps replayed as CUDA graphs, once launched kernel by kernel. On a CPU, which has
+    no graphs, the steps of both have the shapes that they would have.
+    """
     from composer_mesh.actors.engines.embedded import EmbeddedEngine
-    from composer_mesh.rollouts.generation import GenerationRequest
+    from composer_mesh.actors.engines.embedded_decode import CudaGraphs
 
     size, device = bench.size, bench.device
     model = _model(bench, size.serving_layers, compute_dtype(device)).eval()
-    prompt, rng = 32, random.Random(0)
-    engine = EmbeddedEngine(model, size.concurrent, prompt + size.new_tokens, prefix_tokens=0)
+    ways = {
+        "CUDA graphs": CudaGraphs() if device.type == "cuda" else lambda step: step,
+        "no graphs": None,
+    }
+    read = sum(one.numel() * one.element_size() for one in model.parameters()) / 1e9
+    limit = bench.limits.memory_gb_s / read * size.concurrent
+    rows = []
+    for name, capture in ways.items():
+        length = PROMPT + size.new_tokens
+        engine = EmbeddedEngine(model, size.concurrent, length, prefix_tokens=0, capture=capture)
+        rate = decoding_rate(bench, engine)
+        what = f"embedded engine, {name}, {size.concurrent} at once"
+        rows.append(Row(what, rate, "tokens/s", limit))
+    return rows
+
+
+def decoding_rate(bench: Bench, engine: Any) -> float:
+    """Return the tokens/s with which an embedded engine answers a full batch, once it is warm."""
+    from composer_mesh.rollouts.generation import GenerationRequest
+
+    size, rng = bench.size, random.Random(0)
     done: list[Any] = []
 
     def sample() -> None:
         for number in range(size.concurrent):
-            ids = [rng.randrange(size.vocabulary) for _ in range(prompt)]
+            ids = [rng.randrange(size.vocabulary) for _ in range(PROMPT)]
             name = f"{len(done)}-{number}"
             engine.submit(
                 GenerationRequest(name, ids, size.new_tokens, 1.0, number, []), done.append
@@ -278,13 +301,17 @@ def serving(bench: Bench) -> list[Row]:
         while engine.busy:
             engine.step()
 
-    took = seconds(sample, device, 1)
+    took = seconds(sample, bench.device, 1)
     if any(len(one.token_ids) != size.new_tokens for one in done):
         raise AssertionError("an answer has fewer tokens than were requested")
-    read = sum(one.numel() * one.element_size() for one in model.parameters()) / 1e9
-    rate = size.concurrent * size.new_tokens / took
-    limit = bench.limits.memory_gb_s / read * size.concurrent
-    return [Row(f"embedded engine, {size.concurrent} at once", rate, "tokens/s", limit)]
+    return size.concurrent * size.new_tokens / took
+
+
+def fp8(bench: Bench) -> list[Row]:
+    """Measure FP8 weights of the embedded engine: speed and mismatch, compared with its type."""
+    from gpu_fp8 import compared
+
+    return compared(bench, lambda: _model(bench, bench.size.serving_layers, torch.bfloat16).eval())
 
 
 def weight_copies(bench: Bench) -> list[Row]:
@@ -320,9 +347,11 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "attention": attention,
     "training": training,
     "serving": serving,
+    "fp8": fp8,
     "weights": weight_copies,
 }
 SEQUENCES = 8
+PROMPT = 32
 
 
 def _places(host: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -81,7 +81,7 @@ def make_channel(name: str, section: ChannelConfig) -> Channel:
         raise CustomFunctionError(
             path,
             "",
-            f"it made a {type(channel).__name__}, which is no channel: derive it from "
+            f"it made a {type(channel).__name__}, which is not a channel: derive it from "
             "composer_mesh.Channel",
         )
     return channel

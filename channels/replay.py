@@ -6,9 +6,9 @@ Axes: B pairs of a microbatch.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from composer_mesh.channels.step import unread
 from composer_mesh.configs.preference import PreferenceConfig
 from composer_mesh.configs.replay import PairWeight
 from composer_mesh.losses.preference import (
@@ -67,10 +67,9 @@ def preference_loss(
     return dpo_loss(*policy, *reference, *counts, **shared, loss_type=loss_type(config.loss))
 
 
-def figures_of(result: PreferenceLoss) -> dict[str, float]:
-    """Return the metrics of a loss by name, with a single device transfer."""
-    values = torch.stack([getattr(result, name) for name in FIGURES])
-    return dict(zip(FIGURES, values.tolist(), strict=True))
+def figures_of(result: PreferenceLoss) -> dict[str, Tensor]:
+    """Return the metrics of a loss by name, without waiting for their device."""
+    return {name: unread(getattr(result, name)) for name in FIGURES}
 
 
 def loss_type(name: str) -> Any:

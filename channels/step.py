@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def checked_weight(name: str, weight: Number) -> float:
     """Return a channel's weight; raise ValueError unless it is finite and >= 0."""
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(
-            f"the weight of {name} is {weight} but has to be finite and >= 0: set it to 0 to "
+            f"the weight of {name} is {weight} but must be finite and >= 0: set it to 0 to "
             "switch the channel off"
         )
     return float(weight)
@@ -95,16 +96,37 @@ def step_metrics(
 
 
 @dataclass
-class StepSums:
-    """Running sums over the microbatches of a step; a channel without data has no entry."""
+class RunningSums:
+    """Sums over microbatches, numbers or float64 tensors; a channel without data has no entry.
 
-    losses: Figures = field(default_factory=dict)
-    figures: Figures = field(default_factory=lambda: defaultdict(float))
+    Tensors stay on their device until `read`, so that no microbatch waits for the one before.
+    """
+
+    losses: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, losses: Mapping[str, Tensor]) -> None:
         """Add the losses of some data to those of their channels."""
         for channel, loss in losses.items():
-            self.losses[channel] = self.losses.get(channel, 0.0) + loss.double().item()
+            self.losses[channel] = self.losses.get(channel, 0.0) + unread(loss)
+
+    def read(self) -> "StepSums":
+        """Return the sums as numbers; waits for the device."""
+        figures = defaultdict(float, {name: float(one) for name, one in self.figures.items()})
+        return StepSums({name: float(one) for name, one in self.losses.items()}, figures)
+
+
+def unread(value: Tensor) -> Tensor:
+    """Return a number for `RunningSums`, without a gradient and without waiting for it."""
+    return value.detach().double()
+
+
+@dataclass
+class StepSums:
+    """Sums over the microbatches of a step; a channel without data has no entry."""
+
+    losses: Figures = field(default_factory=dict)
+    figures: Figures = field(default_factory=lambda: defaultdict(float))
 
     @classmethod
     def of_ranks(cls, parts: Sequence["StepSums"]) -> "StepSums":

@@ -242,13 +242,13 @@ def _check(norms: Mapping[str, float], bounds: Bounds) -> None:
     for name, norm in norms.items():
         if not (math.isfinite(norm) and norm >= 0):
             raise ValueError(
-                f"the norm of {name} is {norm} but has to be finite and >= 0: lower the learning "
+                f"the norm of {name} is {norm} but must be finite and >= 0: lower the learning "
                 "rate, or look for a loss that is not finite"
             )
     for name, (low, high) in bounds.items():
         if not (0 <= low <= high <= 1 and high > 0):
             raise ValueError(
-                f"the bounds of {name} are {low} and {high} but have to be shares, the lower one "
+                f"the bounds of {name} are {low} and {high} but must be shares, the lower one "
                 "first and the upper one above 0: correct them"
             )
     if (least := math.fsum(low for low, _ in bounds.values())) >= 1:

@@ -93,8 +93,8 @@ class _ScaledAdvantage(_Advantage):
     """Options of advantages that are divided by a standard deviation."""
 
     scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation to divide by: that of what is compared, which is the group (GRPO) or part
-    of it, the step's, or none (Dr. GRPO)."""
+    """Standard deviation to divide by: that of the compared rewards, that of the step, or none (Dr.
+    GRPO). Rewards are compared within the group (GRPO) or a part of it."""
 
     std: Literal["unbiased", "population"] = "unbiased"
     """Convention of the standard deviation."""
@@ -149,8 +149,7 @@ class GpgAdvantage(_Advantage):
 
 
 class TurnReturnsAdvantage(_ScaledAdvantage):
-    """Discounted rewards still to come at each turn, minus the mean of what they are compared
-    with."""
+    """Discounted rewards still to come at each turn, minus their mean over the compared turns."""
 
     type: Literal["turn_returns"]
     """Type of the advantage estimator."""
@@ -173,7 +172,7 @@ class MtGrpoAdvantage(_ScaledAdvantage):
 
 
 class GigpoAdvantage(_ScaledAdvantage):
-    """GiGPO: the rollout's reward relative to the group, and the reward still to come at a turn
+    """GiGPO: the rollout's reward relative to the group. Also the reward still to come at a turn,
     relative to the group's turns from the same state."""
 
     type: Literal["gigpo"]
@@ -186,7 +185,7 @@ class GigpoAdvantage(_ScaledAdvantage):
     """Weight of the second part."""
 
     state: Literal["observation", "history"] = "observation"
-    """What makes two states equal: what the agent read since its last action, or all it has read
+    """When two states are equal: what the agent read since its last action, or all that it has read
     and said."""
 
 

@@ -17,8 +17,8 @@ from composer_mesh.configs.schema import Config
 
 PLACES = "where and how fast it runs, not what is learned"
 NUMERICS = "the same sums in another order: last digits differ from here on"
-PATIENCE = "how long is waited, and how often is tried"
-MONEY = "holds for what is spent in all, from here on"
+PATIENCE = "how long it waits, and how often it retries"
+MONEY = "applies to the total spending, from here on"
 MEASURED = "what is measured and kept, not what is learned"
 
 SAFE = (
@@ -80,7 +80,7 @@ SAFE = (
 """Patterns of safe keys; list indices are numbers."""
 
 UNSAFE = (
-    ("run.name", "the ledger of the teachers knows the run by it"),
+    ("run.name", "the teachers' ledger identifies the run by it"),
     ("run.seed", "episodes and samples would be others"),
     ("data.*", "the prompts that are counted would be others"),
     (

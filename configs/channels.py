@@ -23,9 +23,9 @@ class ChannelSchedule(Section):
     """Decay of the weight from its peak to the end of the run, or to `end` of what it follows."""
 
     by: Literal["steps", "success", "agreement"] = "steps"
-    """What the decay follows. "steps": those of the run; "success": the running share of rollouts
+    """What the decay follows. "steps": the run's steps; "success": the running share of rollouts
     that succeed; "agreement": the running share of queried states at which the teachers' majority
-    does what the student did."""
+    and the student agree."""
 
     start: Share = 0.0
     """Success or agreement from which on the weight falls."""
@@ -129,8 +129,8 @@ class SeparableChannel(ChannelSection):
 
     update: Literal["shared", "own"] = "shared"
     """Which update of the weights the channel is part of. "shared": that of all channels, with one
-    clip; "own": one after it, by an optimizer of its own with the same settings, whose rate follows
-    the schedule of the channel's weight."""
+    clip; "own": a second one, by its own optimizer with the same settings. The rate of its own
+    update follows the schedule of the channel's weight."""
 
     @property
     def has_own_update(self) -> bool:

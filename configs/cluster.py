@@ -113,11 +113,13 @@ class ClusterConfig(Section):
     """"local": this machine; "hosts": workers at given addresses; else a scheduler finds hosts."""
 
     workers: Annotated[tuple[ProcessAddress, ...], Field(strict=False, max_length=MOST_HOSTS)] = ()
-    """Address of each worker, such as "tls://10.0.0.5:22300", in the order of placement.hosts; one
-    that the hosts reach under another address has an identity, such as "gpu-0<2>@tls://a:22300"."""
+    """Address of each worker, such as "tls://10.0.0.5:22300", in the order of placement.hosts.
+    If the hosts reach it under another address, write an identity, such as
+    "gpu-0<2>@tls://a:22300"."""
 
     address: Address | None = None
-    """Controller address for workers; by default its source address towards the first worker."""
+    """Controller address for workers; by default the source address that it uses towards the first
+    worker."""
 
     subnets: Strings = ()
     """Networks in which a host may listen, such as "10.0.0.0/8"; any private one when empty."""
@@ -168,14 +170,14 @@ class ClusterConfig(Section):
         schemes = {one.partition(":")[0] for one in (*channels, self.address) if one}
         if len(schemes) > 1:
             yield (
-                f"addresses are of {' and '.join(sorted(schemes))}, which do not understand each "
-                "other: write all as tls://, or all as tcp://"
+                f"addresses are of {' and '.join(sorted(schemes))}, which cannot communicate: "
+                "write all as tls://, or all as tcp://"
             )
         for subnet in self.subnets:
             try:
                 ip_network(subnet)
             except ValueError as error:
                 yield (
-                    f"subnets has {subnet!r}, which is no network ({error}): write one as "
+                    f"subnets has {subnet!r}, which is not a network ({error}): write one as "
                     '"10.0.0.0/8"'
                 )

@@ -16,14 +16,14 @@ class CurriculumConfig(Section):
     """Training episodes and tasks chosen by their success so far, towards a target band."""
 
     low: Share = 0.1
-    """Lowest success of an episode's latest group with which it is played again by preference."""
+    """Lowest success of an episode's latest group with which it is preferred and played again."""
 
     high: Share = 0.9
-    """Highest success of an episode's latest group with which it is played again by preference."""
+    """Highest success of an episode's latest group with which it is preferred and played again."""
 
     explore: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Share of the groups that play a new episode whatever is known; also the smallest factor of a
-    task's weight in a mixture."""
+    """Share of the groups that always play a new episode; also the smallest factor of a task's
+    weight in a mixture."""
 
     window: Count = 64
     """Number of a task's latest groups whose success moves its weight in a mixture."""
@@ -79,21 +79,20 @@ class DataConfig(Section):
     """Source of the episodes."""
 
     task: TaskPath | None = None
-    """The task: "toolbox" (episodes made from the seed), "tool_chains" and "home_devices" (longer
-    ones, with options.calls), "gsm8k" (math word problems from a JSONL file), "openenv" (an
-    environment of an OpenEnv server, by options.url), or a class of your own, as
-    "my_package.my_task:MyTask" or "my_task.py:MyTask".
-
-    A module is searched in run.import_paths too; a file is relative to the working directory."""
+    """The task, by name or as a class. "toolbox": episodes made from the seed; "tool_chains",
+    "home_devices": longer ones, with options.calls; "gsm8k": math word problems from a JSONL file;
+    "openenv": an environment of an OpenEnv server, by options.url. Your own class is
+    "my_package.my_task:MyTask" or "my_task.py:MyTask". A module is searched in run.import_paths
+    too; a file is relative to the working directory."""
 
     options: FreeTable = Field(default_factory=dict)
     """Keyword arguments of your task's class."""
 
     path: DataPath | None = None
     """File of the task's rows (.jsonl, .json, .parquet, or a folder that datasets.save_to_disk
-    wrote), relative to the working directory; or the id of a dataset on the hub, as "ORG/NAME",
-    "ORG/NAME:CONFIG" or "ORG/NAME:CONFIG@REVISION", whose splits train, and test or validation,
-    are used; a run pins the commit."""
+    wrote), relative to the working directory. Or the id of a dataset on the hub, as "ORG/NAME",
+    "ORG/NAME:CONFIG" or "ORG/NAME:CONFIG@REVISION". Its splits train, and test or validation, are
+    used; a run pins the commit."""
 
     heldout_every: Every = 5
     """Every n-th different row of the file is held out, unless a column `split` decides it."""

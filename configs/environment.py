@@ -23,12 +23,13 @@ from composer_mesh.configs.base import (
 
 
 class SandboxConfig(Section):
-    """A sandbox of each environment actor; used by tasks that need one."""
+    """A sandbox of each environment actor, for tasks that need one."""
 
     kind: Annotated[str, Field(min_length=1, max_length=1000)] = "bubblewrap"
-    """`"bubblewrap"` (a box for each command), `"containers"` (one for each episode of Harbor
-    tasks), or the import path of a function that returns a sandbox, as
-    "my_package.my_module:my_function"; searched in run.import_paths too."""
+    """`"bubblewrap"`, `"containers"` for Harbor tasks, or the import path of a function that
+    returns a sandbox.
+
+    A path is as "my_package.my_module:my_function", and searched in run.import_paths too."""
 
     options: FreeTable = Field(default_factory=dict)
     """Keyword arguments of the function; the guides "Sandboxes" and "Harbor tasks" list them."""
@@ -62,7 +63,7 @@ class McpTool(Section):
     """Name of the tool on its server."""
 
     description: str = ""
-    """What the server says that it does."""
+    """The server's description of the tool."""
 
     parameters: str
     """JSON schema of its arguments, as JSON text."""
@@ -103,7 +104,7 @@ class McpServer(Section):
     """An MCPServer, or a function that returns one, as "package.module:server"."""
 
     allow: ToolNames = ()
-    """Names of the tools that are used; all of them by default."""
+    """Names of the tools that are used; by default all tools."""
 
     deny: ToolNames = ()
     """Names of tools that are not used."""
@@ -112,20 +113,20 @@ class McpServer(Section):
     """Put before the name of each tool that agents see."""
 
     start_s: Seconds = 20.0
-    """Seconds that the server's start may take, with the wait for a free one."""
+    """Seconds that the server's start may take, including the wait for a free server."""
 
     call_s: Seconds = 30.0
-    """Seconds after which a call is an error that the agent reads."""
+    """Seconds after which a call becomes an error that the agent reads."""
 
     processes: Annotated[int, Field(ge=1, le=1000)] = 4
     """Maximum number of processes of a stdio server in each environment actor."""
 
     sessions: Literal["shared", "own"] = "shared"
-    """"own" gives each episode a connection, and of stdio a process, of its own: for servers that
-    keep state between calls."""
+    """"own": each episode gets its own connection, and with stdio its own process, for servers that
+    keep state between calls. "shared": episodes share them."""
 
     tools: Annotated[tuple[McpTool, ...], Field(strict=False, max_length=MOST_TOOLS)] | None = None
-    """The tools as the server described them at the start of the run: written by the run."""
+    """The tools as the server described them at the start of the run; written by the run."""
 
     def _problems(self) -> Iterator[str]:
         needed = NEEDED[self.transport]
@@ -178,7 +179,7 @@ class EnvironmentConfig(Section):
     """MCP servers whose tools are added to the task's: tables [[environment.mcp]]."""
 
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
-    """Where a task such as "code" runs what agents wrote."""
+    """Where a task such as "code" runs the agents' code."""
 
     def _problems(self) -> Iterator[str]:
         for name in repeated(one.name for one in self.mcp):

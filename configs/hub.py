@@ -76,8 +76,8 @@ def _read_model(value: Any) -> Path | str:
     path = _read(value)
     if (named := id_of(path)) is not None and named.part and not named.part.endswith(GGUF):
         raise ValueError(
-            f"{path!r} names {named.part!r} of a model, which is no GGUF file: write ORG/NAME, or "
-            "ORG/NAME:FILE.gguf"
+            f"{path!r} names {named.part!r} of a model, which is not a GGUF file: write ORG/NAME, "
+            "or ORG/NAME:FILE.gguf"
         )
     return path
 

@@ -35,7 +35,7 @@ class OuterSgd(Section):
     """Outer learning rate; 1 with momentum 0 averages the islands' weights."""
 
     momentum: Decay = 0.9
-    """Decay of the momentum; 0 is none."""
+    """Decay of the momentum; 0 turns it off."""
 
     nesterov: bool = True
     """Whether the momentum looks ahead."""
@@ -67,19 +67,20 @@ OuterConfig = Annotated[
 
 
 class IslandsConfig(Section):
-    """What a run shares with other runs of the same config; `composer-mesh islands` sets most."""
+    """Averages with other runs of the same config; `composer-mesh islands` sets most of these
+    keys."""
 
     store: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     """Address of the object store where the islands meet, such as "file:///shared/run" or
-    "s3://bucket/run"; without it and `lighthouse` the run is no island."""
+    "s3://bucket/run". Without it and `lighthouse` the run is not an island."""
 
     lighthouse: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-    """Address of a torchft_lighthouse, such as "http://10.0.0.1:29510", by which islands that reach
-    each other meet; in place of `store`."""
+    """Address of a torchft_lighthouse, such as "http://10.0.0.1:29510", where islands that reach
+    each other meet; replaces `store`."""
 
     host: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9.-]+$")] = LOOPBACK
-    """With `lighthouse`: this machine's address for the other islands, the only one it listens
-    at."""
+    """With `lighthouse`: this machine's address for the other islands, the only one on which it
+    listens."""
 
     rank: CountOrZero = 0
     """This island's number, from 0."""
@@ -91,31 +92,32 @@ class IslandsConfig(Section):
     """Optimizer steps between two averages of the islands' weights."""
 
     fragments: Processes = 1
-    """Parts of the weights that are averaged one after the other within that many steps."""
+    """Number of parts of the weights, which are averaged one after the other within that many
+    steps."""
 
     overlap_steps: CountOrZero = 0
-    """Steps that are trained while a round is under way; 0 waits for its end."""
+    """Steps that are trained during a round; 0 waits for its end."""
 
     mixing: Share = 0.0
-    """Share of an island's own weights where a result is merged, as Streaming DiLoCo's alpha; 0
-    takes the common weights, and adds what the overlapped steps have learned."""
+    """Share of an island's own weights when a result is merged, as Streaming DiLoCo's alpha. With 0
+    the island takes the common weights, and adds its progress in the overlapped steps."""
 
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Numbers that outer gradients are sent in; with int8 and int4 rounding errors are kept for the
-    next round."""
+    """Number format in which outer gradients are sent; with int8 and int4 rounding errors are kept
+    for the next round."""
 
     outer: OuterConfig = Field(default_factory=OuterSgd)
     """The optimizer of the common weights."""
 
     quorum: Processes = 1
-    """Islands without which no round closes; below it an island continues alone."""
+    """Minimum number of islands for a round to close; below it an island continues alone."""
 
     deadline_s: Seconds = 600.0
-    """Seconds for which a round waits for islands that are expected, by each island's own clock;
-    with `lighthouse` also for which a round that broke is tried again."""
+    """Seconds for which a round waits for expected islands, by each island's own clock. With
+    `lighthouse` also the seconds for which a broken round is retried."""
 
     max_staleness: CountOrZero = 1
-    """Rounds by which a contribution may be late and is still added to the next one; later ones are
+    """Rounds by which a contribution may be late and still be added to the next one; later ones are
     dropped. Not with `lighthouse`."""
 
     absent_after: Count = 2
@@ -123,12 +125,12 @@ class IslandsConfig(Section):
     `lighthouse`."""
 
     rounds_kept: Annotated[int, Field(ge=1, le=1_000_000)] = 8
-    """Rounds whose common weights stay in the store, for islands that come back. Not with
+    """Rounds whose common weights stay in the store, for islands that return. Not with
     `lighthouse`."""
 
     request_s: Seconds = 60.0
-    """Seconds for one request to the store, and for its repetitions after errors; with `lighthouse`
-    for one connection or all-reduce."""
+    """Seconds for one request to the store, including its retries; with `lighthouse` for one
+    connection or all-reduce."""
 
     member: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = None
     """Identity of this island's run directory; the run makes it at its first start."""

@@ -24,8 +24,8 @@ class LogprobMismatchConfig(Section):
     """Alarm: largest mean difference of all tokens, including the effect of policy updates."""
 
     all_tokens: bool = False
-    """Whether to measure also the rollouts whose advantage is 0 and that nothing else needs, which
-    costs their forward in the trainer."""
+    """Whether to measure also rollouts with an advantage of 0 that nothing else needs, at the cost
+    of their forward in the trainer."""
 
     on_alarm: Literal["warn", "stop"] = "warn"
     """"warn": an event and a log line; "stop": the run ends, after a checkpoint."""

@@ -62,8 +62,8 @@ class CorrectedLoss(BuiltInLoss):
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
-    """Sampler-mismatch correction: weights tokens by the trainer / generator ratio, and the loss's
-    own ratio is then relative to the trainer's log-probs; with "none", to the generator's."""
+    """Sampler-mismatch correction: weights tokens by the trainer / generator ratio. The loss's own
+    ratio is then relative to the trainer's log-probs, with "none" to the generator's."""
 
     correction_maximum: Positive = 3.0
     """Upper bound of the correction's weight."""
@@ -81,16 +81,16 @@ class CorrectedLoss(BuiltInLoss):
         if least is not None and least > self.correction_maximum:
             yield (
                 f"correction_minimum is {least} but correction_maximum is "
-                f"{self.correction_maximum}, so no weight would do: lower correction_minimum"
+                f"{self.correction_maximum}, so no weight is possible: lower correction_minimum"
             )
 
 
 class TokenLoss(CorrectedLoss):
-    """Options of losses with a term of its own for each token."""
+    """Options of losses with a separate term for each token."""
 
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the step's tokens that have a policy gradient, those with the highest entropy at its
-    start (0.2 in arXiv 2506.01939); below 1 a step takes one forward more."""
+    """Share of the step's tokens that have a policy gradient: those with the highest entropy at its
+    start (0.2 in arXiv 2506.01939). Below 1 a step takes one more forward."""
 
     @property
     def trains_zero_advantages(self) -> bool:
@@ -354,8 +354,8 @@ class RejectionConfig(Section):
             )
         if self.metric != "kl_k1" and self.upper <= 0:
             yield (
-                f"upper is {self.upper} but metric {self.metric!r} is never below 0, so nothing "
-                "would be left: raise upper above 0"
+                f"upper is {self.upper} but metric {self.metric!r} is never below 0, so no token "
+                "would remain: raise upper above 0"
             )
         if self.metric == "ratio" and self.lower is not None and self.lower <= 0:
             yield (
@@ -363,7 +363,7 @@ class RejectionConfig(Section):
             )
         if self.lower is not None and self.lower > self.upper:
             yield (
-                f"lower is {self.lower} but upper is {self.upper}, so nothing would be left: "
+                f"lower is {self.lower} but upper is {self.upper}, so no token would remain: "
                 "lower it below upper"
             )
 
@@ -410,14 +410,14 @@ class CustomLoss(CustomFunction, Loss):
     """Type of the loss."""
 
     reference: bool = False
-    """Whether it reads ref_logprobs, those of the frozen initial policy."""
+    """Whether the function reads ref_logprobs, those of the frozen initial policy."""
 
     needs: Annotated[
         tuple[Literal["entropies", "logits", "hidden_states"], ...],
         Field(strict=False, max_length=3),
     ] = ()
-    """Further fields that it reads, of sampled tokens: "entropies", "hidden_states", and "logits",
-    which take memory for tokens times vocabulary."""
+    """Further fields of sampled tokens that the function reads: "entropies", "hidden_states" and
+    "logits". Logits take memory for tokens times vocabulary."""
 
     @property
     def needs_reference(self) -> bool:

@@ -74,8 +74,8 @@ class GpuPlaceConfig(PlaceConfig):
     """Resources of each process of a kind that holds a model."""
 
     gpus: Annotated[float, Field(ge=0, le=64)] = 0.0
-    """GPUs of each process: 0 computes on the CPU, a fraction such as 0.5 shares one GPU with other
-    fractions, and above 1 it must be a whole number."""
+    """GPUs of each process. 0 computes on the CPU, and a fraction such as 0.5 shares one GPU with
+    other fractions. Above 1 it must be a whole number."""
 
     def _problems(self) -> Iterator[str]:
         if self.gpus > 1 and self.gpus != int(self.gpus):
@@ -97,10 +97,15 @@ class PlacementConfig(Section):
     """Hosts of the run; when empty, this machine or its workers, as detected."""
 
     fork_server: bool = True
-    """Fork processes from one on each host that has imported torch already.
+    """Fork processes from one on each host that has imported torch already. A fork starts in a
+    tenth of the time and shares the imported memory. Linux only; generators with vLLM are never
+    forked."""
 
-    A fork starts in a tenth of the time and shares the imported memory. Linux only; generators with
-    vLLM always start by themselves.
+    colocate: bool = False
+    """Let trainer and SDPO teachers use their GPUs in turns with generators and reference.
+
+    Whoever waits has its model and optimizer state in the host's memory. Shares of a GPU count
+    within a turn. Needs schedule.max_lag = 0.
     """
 
     controller: PlaceConfig = Field(default_factory=PlaceConfig)
@@ -125,7 +130,7 @@ class PlacementConfig(Section):
     """Each actor that queries external teachers."""
 
     judge: PlaceConfig = Field(default_factory=PlaceConfig)
-    """Each actor that asks judges."""
+    """Each actor that queries judges."""
 
     reference: GpuPlaceConfig = Field(default_factory=GpuPlaceConfig)
     """The frozen policy that scores pairs."""
@@ -168,4 +173,8 @@ class PlacementConfig(Section):
                     )
 
 
-KINDS = tuple(name for name in PlacementConfig.model_fields if name not in ("hosts", "fork_server"))
+KINDS = tuple(
+    name
+    for name in PlacementConfig.model_fields
+    if name not in ("hosts", "fork_server", "colocate")
+)

@@ -128,7 +128,7 @@ def require(kind: str, name: str) -> str:
             repair = f"composer-mesh --help lists the commands{missing()}"
         else:
             repair = f"write one of {known(kind)}"
-        what = "no command" if kind == "commands" else "not registered"
+        what = "not a command" if kind == "commands" else "not registered"
         raise RegistrationError(f"{name!r} is {what}: {repair}")
     return path
 

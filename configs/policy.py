@@ -86,10 +86,10 @@ Decoder = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"]
 
 
 class ModelSizes(Section):
-    """Sizes of a decoder, under the names that its config.json has for them."""
+    """Sizes of a decoder, under the names that its config.json uses."""
 
     model_type: Decoder
-    """Which decoder it is: "llama", "mistral", "qwen2", "qwen3", "qwen3_moe" or "gpt_oss"."""
+    """Type of the decoder: "llama", "mistral", "qwen2", "qwen3", "qwen3_moe" or "gpt_oss"."""
 
     hidden_size: Width
     """Width of the residual stream."""
@@ -104,7 +104,7 @@ class ModelSizes(Section):
     """Experts that compute each token."""
 
     moe_intermediate_size: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
-    """Width of one expert; gpt_oss has it as intermediate_size."""
+    """Width of one expert; gpt_oss states it as intermediate_size."""
 
     num_hidden_layers: Layers
     """Decoder layers."""
@@ -125,7 +125,7 @@ class ModelSizes(Section):
     """Whether the output head is the embedding."""
 
     attention_bias: bool = False
-    """Whether attention's projections have biases; qwen2 always has those of q, k and v."""
+    """Whether attention's projections have biases; in qwen2 those of q, k and v always do."""
 
     def _problems(self) -> Iterator[str]:
         if not self.head_dim and self.hidden_size % self.num_attention_heads:
@@ -171,17 +171,17 @@ class PolicyConfig(ModelSource):
     """The policy: a built-in tiny Qwen3, or any causal LM from a folder or a hub."""
 
     path: ModelPath | None = None
-    """Hugging Face model folder, GGUF file, or the id of a model on the hub, as "ORG/NAME",
+    """Hugging Face model folder, GGUF file, or the id of a model on the hub. An id is "ORG/NAME",
     "ORG/NAME@REVISION" or "ORG/NAME:FILE.gguf"; a run pins the commit. Without it a built-in model
     of the sizes below is made."""
 
     start: Annotated[str, Field(pattern=START)] = "base"
-    """"base": the model of this section; "sft" or "sft:DIR": the last checkpoint of the
-    supervised run in runs/NAME-sft, or in DIR, which fine-tuned the model of this section."""
+    """"base": the model of this section; "sft" or "sft:DIR": the last checkpoint of the supervised
+    run in runs/NAME-sft, or in DIR, that fine-tuned this model."""
 
     sizes: ModelSizes | None = None
     """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before
-    the folder exists; validated against the folder once it does."""
+    the folder exists. They are validated against the folder once it does."""
 
     hidden_size: Annotated[int, Field(ge=8, le=MOST_WIDTH)] = 128
     """Width of the residual stream (built-in model)."""
@@ -208,23 +208,23 @@ class PolicyConfig(ModelSource):
     """Maximum tokens of a conversation, prompt and all turns together; a full one ends."""
 
     tool_calls: ToolCallFormat = "auto"
-    """Format in which the model writes tool calls; "auto" is the one that its chat template writes
-    (model in path)."""
+    """Format in which the model writes tool calls; "auto" is the format of its chat template (model
+    in path)."""
 
     tools_in: Literal["auto", "template", "system"] = "auto"
-    """Where the model reads its tools: where its chat template writes them, or in the system
-    message; "auto" is the system message where the template writes none (model in path)."""
+    """Where the model reads its tools: in its chat template's own place, or in the system message.
+    "auto" is the system message if the template writes no tools (model in path)."""
 
     stop_tokens: Annotated[tuple[str, ...], Field(strict=False, max_length=16)] = ()
-    """Tokens that end an action, besides the tokenizer's eos_token and those of the folder's
+    """Tokens that end an action, in addition to the tokenizer's eos_token and those of the folder's
     generation_config.json (model in path)."""
 
     chat_template_options: FreeTable = Field(default_factory=dict)
     """Values that the chat template reads, such as enable_thinking (model in path)."""
 
     chat_date: str | None = None
-    """Date that the chat template takes for today's, as 2026-01-31; a run without one sets the day
-    on which it starts, and keeps it when it is resumed (model in path)."""
+    """Date that the chat template uses as today's, such as 2026-01-31. A run without one sets the
+    day on which it starts, and keeps it when it is resumed (model in path)."""
 
     cache_dir: FilePath = Path(".cache/composer-mesh")
     """Cache of warm-started models and of converted GGUF files, shared by runs."""
@@ -277,7 +277,7 @@ class PolicyConfig(ModelSource):
             )
         if self.head_dim % 2:
             yield (
-                f"head_dim is {self.head_dim} but must be even, because rotary positions turn "
+                f"head_dim is {self.head_dim} but must be even, because rotary positions rotate "
                 f"pairs: set it to {self.head_dim + 1}"
             )
         if self.vocab_size < SMALLEST_VOCABULARY:

@@ -40,8 +40,8 @@ class PreferenceConfig(Section):
         "bco_pair",
         "mpo",
     ] = "dpo"
-    """The preference loss, by TRL's names ("dpo" is its "sigmoid"); "mpo" is the weighted sum of
-    mpo_types. simpo needs no reference policy, so none is loaded for it."""
+    """The preference loss, by TRL's names ("dpo" is its "sigmoid"). "mpo" is the weighted sum of
+    mpo_types. For simpo no reference policy is loaded, since it needs none."""
 
     dpo_beta: Positive = 0.1
     """Regularization strength towards the frozen reference policy, for all losses but simpo."""

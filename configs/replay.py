@@ -184,8 +184,8 @@ class ReplayConfig(WeightedPreferenceConfig, SeparableChannel):
     """How beta changes over the run; beta is its peak."""
 
     weight_pairs_by: PairWeight = "none"
-    """Weight of each pair in the loss. "none": the same for all; "margin": by how many of the
-    queried teachers the chosen action leads the next one, as a share."""
+    """Weight of each pair in the loss. "none": the same for all; "margin": the lead of the chosen
+    action over the next one, as a share of the queried teachers."""
 
     actors: Processes = 2
     """Number of teacher-replay actors that query in parallel."""
@@ -194,15 +194,15 @@ class ReplayConfig(WeightedPreferenceConfig, SeparableChannel):
     """Number of teachers to query for each frozen state."""
 
     agreement_threshold: Annotated[int, Field(ge=2, le=MOST_TEACHERS)] = 2
-    """Number of teachers that must give the same action for it to be the chosen one."""
+    """Number of teachers that must give the same action before it becomes the chosen one."""
 
     states: StateOrder = "first"
     """Which states teachers are queried about. "first": each distinct context in order of turn,
-    until the teachers first differ from a rollout; "value": those that the gate values most."""
+    until the teachers first differ from a rollout; "value": the states with the highest value."""
 
     states_per_step: Concurrent = 16
-    """Maximum number of frozen states (contexts, with "first") that teachers are queried about per
-    optimizer step."""
+    """Maximum number of frozen states (contexts, with "first") per optimizer step about which
+    teachers are queried."""
 
     timeout_s: Seconds = 30.0
     """Seconds until a teacher's answer no longer counts, including all retries."""

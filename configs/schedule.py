@@ -28,8 +28,8 @@ class RolloutsConfig(Section):
     """Number of rollout workers; by default one for every 256 episodes in flight, 16 at most."""
 
     workflow: ImportPath | None = None
-    """A workflow class of your own, as "my_package.my_module:MyWorkflow" or
-    "my_file.py:MyWorkflow"; by default one agent acts until its session ends."""
+    """Your own workflow class, as "my_package.my_module:MyWorkflow" or "my_file.py:MyWorkflow"; by
+    default one agent acts until its session ends."""
 
     options: FreeTable = Field(default_factory=dict)
     """Keyword arguments of your workflow's class."""
@@ -54,12 +54,11 @@ class ScheduleConfig(Section):
     """Maximum lag in policy versions of a rollout when it is trained; 0 is synchronous."""
 
     dynamic_sampling: bool = False
-    """Whether a step drops groups whose rewards are all equal and takes others in their place, as
-    in DAPO."""
+    """Whether a step replaces groups whose rewards are all equal by other groups, as in DAPO."""
 
     oversampling: Annotated[float, Field(ge=1, le=1000)] = OVERSAMPLING
     """Largest number of groups that dynamic sampling takes for a step, as a multiple of
-    prompts_per_step; a step that finds too few groups to keep among them trains on fewer."""
+    prompts_per_step. A step that finds too few groups to keep trains on fewer."""
 
     overprovision: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of rollouts per prompt that are sampled beyond group_size: the first group_size to
@@ -85,8 +84,8 @@ class ScheduleConfig(Section):
         if self.overprovision and self.max_lag == 0:
             yield (
                 f"overprovision is {self.overprovision} but max_lag is 0, and a synchronous run "
-                "repeats bit for bit, which the order in which rollouts finish does not: set "
-                "max_lag to 1 or more, or overprovision to 0"
+                "repeats bit for bit, unlike the order in which rollouts finish: set max_lag to "
+                "1 or more, or overprovision to 0"
             )
 
 
@@ -106,7 +105,7 @@ class EvalConfig(Section):
     """Held-out evaluation."""
 
     episodes: Annotated[int, Field(ge=1, le=2000)] = 200
-    """Number of distinct held-out episodes per evaluation; all of them where the data has fewer."""
+    """Number of distinct held-out episodes per evaluation; all of them if the data has fewer."""
 
     temperature: Temperature = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""

@@ -73,19 +73,18 @@ class RunConfig(Section):
     """Number of optimizer steps."""
 
     deadline_s: Seconds = 120.0
-    """Seconds without an answer or progress after which the work of an actor is ended.
-
-    Progress is a microbatch, a layer, a decoding step, a tensor or file, and a task's wait for a
-    container: work that reports it may take any time. The work is repeated with twice the time, as
-    often as its restarts allow."""
+    """Seconds without an answer or progress after which the work of an actor is ended. Progress is
+    a microbatch, a layer, a decoding step, a tensor, a file, or a task's wait for a container.
+    Work that reports it may take any time. The work is repeated with twice the time, as often as
+    its restarts allow."""
 
     import_paths: Annotated[tuple[FilePath, ...], Field(strict=False, max_length=100)] = ()
-    """Folders with modules of your own, such as custom losses: searched after installed packages.
-
-    Relative ones are relative to the folder where the command runs."""
+    """Folders with your own modules, such as custom losses; searched after installed packages.
+    Relative ones are relative to the working directory of the command."""
 
     group_readable: bool = False
-    """Let the group of the run's files read them; otherwise only the user who runs it can."""
+    """Let the group of the run's files read them; otherwise only the user who started the run
+    can."""
 
     telemetry: bool = False
     """Store messages, spans and failures for `composer-mesh query`, in a process of 400 MB."""
@@ -100,6 +99,10 @@ class GeneratorConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the served weights and of the KV cache."""
 
+    quantization: Literal["none", "fp8"] = "none"
+    """Weights of the linear layers of the decoder: "fp8" serves them as E4M3 with a scale for each
+    row, quantized again at each update, and quantizes their inputs too."""
+
     replicas: Processes = 1
     """Number of generator actors."""
 
@@ -107,8 +110,12 @@ class GeneratorConfig(Section):
     """Maximum number of requests decoded together: rows of the KV cache."""
 
     prefix_tokens: CountOrZero | None = None
-    """Maximum number of tokens whose keys and values the embedded engine keeps for later prompts;
-    as many as its rows hold if not set, 0 keeps none."""
+    """Maximum number of tokens whose keys and values the embedded engine keeps for later prompts; 0
+    keeps none. By default it is as many as the rows of the engine hold."""
+
+    cuda_graphs: bool | None = None
+    """Whether the embedded engine replays decode steps as CUDA graphs; if not set, on a GPU and for
+    models without experts. `true` is refused where they cannot be captured."""
 
     max_new_tokens: Tokens = 40
     """Maximum number of tokens sampled in one turn."""
@@ -120,10 +127,10 @@ class GeneratorConfig(Section):
     """Training rollouts sample from the most probable tokens whose probabilities reach this sum."""
 
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Training rollouts sample from so many of the most probable tokens; 0 is all."""
+    """Training rollouts sample from this number of the most probable tokens; 0 is all."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Training rollouts sample only tokens with this share of the largest probability, or more."""
+    """Training rollouts sample only tokens with at least this share of the largest probability."""
 
     threads: Cores = 1
     """CPU threads of each generator."""
@@ -181,7 +188,7 @@ class Config(Section):
     """Channels of your own, by name: tables [channels.NAME]."""
 
     judges: JudgesConfig = Field(default_factory=JudgesConfig)
-    """Models that reward functions ask."""
+    """Models that reward functions query."""
 
     late_rewards: LateRewardsConfig = Field(default_factory=LateRewardsConfig)
     """Rewards that arrive after training."""
@@ -283,9 +290,24 @@ class Config(Section):
             )
         for name in repeated(one.title for one in self.tracking):
             yield f"two tables of tracking have the name {name!r}: give each its own name"
+        yield from self._quantization_problems()
         yield from self._channel_problems()
         yield from self._rollout_problems()
         yield from self._update_problems()
+
+    def _quantization_problems(self) -> Iterator[str]:
+        if self.generator.quantization == "none":
+            return
+        if self.generator.dtype != "bfloat16":
+            yield (
+                f"generator.quantization is 'fp8' but generator.dtype is {self.generator.dtype!r}, "
+                "in which FP8 products cannot be: set generator.dtype to 'bfloat16'"
+            )
+        if self.syncs_adapters:
+            yield (
+                "generator.quantization is 'fp8' but generators get adapters alone, which are not "
+                "quantized: set trainer.lora.sync to 'merged', or generator.quantization to 'none'"
+            )
 
     def _channel_problems(self) -> Iterator[str]:
         for name, one in self.weighted_channels.items():
@@ -346,6 +368,19 @@ class Config(Section):
                 f"trainer.moe.router_replay is true but rollouts.workflow is "
                 f"{workflow!r}, whose turns do not carry experts: remove it, or "
                 "trainer.moe.router_replay to false"
+            )
+        if self.placement.colocate and self.schedule.max_lag:
+            yield (
+                f"placement.colocate is true but schedule.max_lag is {self.schedule.max_lag}, and "
+                "generators that sleep while the trainer computes cannot sample ahead of it: set "
+                "max_lag to 0, or colocate to false"
+            )
+        on_cpu = not self.placement.gpus("generator")
+        if self.placement.colocate and self.generator.engine == "vllm" and on_cpu:
+            yield (
+                "placement.colocate is true but placement.generator.gpus is 0 and generator.engine "
+                "is 'vllm', which gives up its memory on GPUs only: set gpus above 0, engine to "
+                "'embedded', or colocate to false"
             )
         tokens, context = self.generator.max_new_tokens, self.policy.max_context
         if tokens >= context:

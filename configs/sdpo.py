@@ -56,7 +56,7 @@ def checked_template(template: str) -> str:
     for _, name, form, conversion in parts:
         if name is not None and (not name.isidentifier() or form or conversion):
             raise ValueError(
-                f"template is {template!r} but its placeholder {name!r} is no plain field name: "
+                f"template is {template!r} but its placeholder {name!r} is not a plain field name: "
                 "write {name}, without index, attribute or format"
             )
     return template
@@ -81,8 +81,8 @@ class HintWriterConfig(ChatEndpoint):
     """Maximum dollars in the run; 0 allows free answers only."""
 
     assumed_usd: Dollars = 0.001
-    """Dollars reserved for a request in flight if the provider lists no price, more once a request
-    has cost more; charged if the provider reports no cost."""
+    """Dollars reserved for a request in flight if the provider lists no price, or more once a
+    request has cost more. They are charged if the provider reports no cost."""
 
     cache: FilePath | None = None
     """SQLite cache of answers, shared by runs; hints.sqlite in the run directory if not set."""
@@ -163,7 +163,7 @@ class TeacherModelConfig(ModelSource):
 
     sizes: ModelSizes | None = None
     """Sizes of the model in path, as in its config.json, so that `check` can estimate memory before
-    the folder exists; validated against the folder once it does."""
+    the folder exists. They are validated against the folder once it does."""
 
     @property
     def folder(self) -> Path:
@@ -176,16 +176,15 @@ class SitesConfig(Section):
 
     sites: Sites = "all"
     """Order of the error sites of a step. "all": round-robin over the rollouts; "first": only the
-    earliest of each rollout; "surprise": those first whose tokens were the least likely when they
-    were sampled."""
+    earliest of each rollout; "surprise": those first whose sampled tokens were least likely."""
 
     advantage_sites: CountOrZero = 0
     """Maximum number of right actions per optimizer step at which the hinted teacher is compared
     with the student, for sdpo/advantage_over_student; 0 compares none."""
 
     right_action: RightAction = "success"
-    """Which action of a sibling in the same context counts as a right one. "success": one without
-    error in a rollout that succeeded; "no_error": any one without error."""
+    """Which action of a sibling in the same context counts as right. "success": one without error
+    in a rollout that succeeded; "no_error": any one without error."""
 
 
 class SdpoConfig(SitesConfig, ChannelSection):
@@ -208,8 +207,8 @@ class SdpoConfig(SitesConfig, ChannelSection):
     channel; not set always trains it. Needs advantage_sites."""
 
     min_advantage_wins: Share | None = None
-    """Running mean of sdpo/advantage_wins below which a step trains without the channel; as
-    min_advantage, but an action at which the teacher is far worse counts like any other."""
+    """Running mean of sdpo/advantage_wins below which a step trains without the channel. It is like
+    min_advantage, but all actions count the same, also those at which the teacher is far worse."""
 
     objective: Literal["none", "taid", "entropy_opd"] = "none"
     """"none": the generalized JSD; "taid": a target that moves from student to teacher over the
@@ -222,7 +221,7 @@ class SdpoConfig(SitesConfig, ChannelSection):
     """Temperature of both distributions in the divergence."""
 
     entropy_opd_h_max: Positive | None = None
-    """Teacher entropy in nats from which on entropy_opd is forward KL; log of the vocabulary size
+    """Teacher entropy in nats above which entropy_opd is forward KL; log of the vocabulary size
     when not set."""
 
     teacher_output: Literal["hidden", "topk", "full", "sampled"] = "hidden"

@@ -14,11 +14,11 @@ class ServeConfig(Section):
     """A server of the Tinker protocol; ignored by runs."""
 
     base_model: Annotated[str, Field(max_length=200)] = ""
-    """Name by which clients ask for the policy; where empty that of the
-    policy on a hub, else the run's."""
+    """Name by which clients request the policy; if empty, its id on a hub, or else the run's
+    name."""
     tokenizer: Annotated[str, Field(max_length=1000)] = ""
-    """What clients load their tokenizer from; where empty the policy's id on a
-    hub, else on loopback its folder."""
+    """Where clients load their tokenizer from; if empty, the policy's id on a hub, or else, on
+    loopback, its folder."""
     full_weights: bool = False
     """Train all weights of one model of one client, in place of adapters of many."""
     lora_alpha: Positive = 32.0
@@ -47,27 +47,29 @@ class ServeConfig(Section):
     max_saved_gb_per_client: Gigabytes = 250.0
     """Size of one client's saved weights with a name."""
     models_in_memory: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 64
-    """Models that the trainer holds at once; idle ones go to disk and come back."""
+    """Models that the trainer holds at once; idle ones are moved to disk and loaded again when
+    needed."""
     snapshots_in_memory: Annotated[int, Field(ge=1, le=MOST_MODELS)] = 8
     """Snapshots that a generator holds at once, each with its own cache of keys and values."""
     save_every: Count = 20
-    """Optimizer steps of a model after which its state is written; those since then are repeated
-    from the log of operations when a trainer was lost."""
+    """Optimizer steps of a model after which its state is written. When a trainer was lost, those
+    since then are repeated from the log of operations."""
     keep_operations: bool = False
-    """Keep the data of operations that a written state includes, for an audit by repeating all."""
+    """Keep the data of operations that a written state includes, for an audit that repeats all of
+    them."""
     unnamed_kept: Annotated[int, Field(ge=1, le=100_000)] = 100
     """Snapshots without a name of one model that are kept for samplers; older ones are deleted."""
     max_open_operations: Count = 10_000
-    """Operations of all clients that are not answered yet."""
+    """Unanswered operations of all clients."""
     max_open_per_client: Count = 2000
-    """Operations of one client that are not answered yet; further ones must be sent again later."""
+    """Unanswered operations of one client; further ones must be sent again later."""
     max_open_mb: Megabytes = 4096.0
-    """Data of all clients' operations that are not answered yet, in the log, in megabytes."""
+    """Data of all clients' unanswered operations, in the log, in megabytes."""
     max_open_mb_per_client: Megabytes = 512.0
-    """Data of one client's operations that are not answered yet, in megabytes."""
+    """Data of one client's unanswered operations, in megabytes."""
     max_repeated_mb: Megabytes = 64.0
-    """Data of one model's operations since its written state, in megabytes, above which the state
-    is written before `save_every` steps; the log keeps them for models_in_memory models."""
+    """Data of one model's operations since its written state, in megabytes. Above it the state is
+    written before `save_every` steps; the log keeps the data for models_in_memory models."""
     batched_models: Annotated[int, Field(ge=1, le=1024)] = 16
     """Models whose operations are computed in one forward, where their shapes allow it."""
     max_request_mb: Annotated[float, Field(gt=0, le=1024)] = 32.0

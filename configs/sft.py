@@ -36,9 +36,10 @@ class SftConfig(Section):
     """Steps over which the learning rate rises from 0 to its peak."""
 
     path: DataPath | None = None
-    """Rows with `messages`, or with `prompt` and `completion`: a .jsonl, .json or .parquet file, or
-    a folder that datasets.save_to_disk wrote, relative to the working directory; or the id of a
-    dataset as in data.path, whose splits test and validation are left out."""
+    """Rows with `messages`, or with `prompt` and `completion`. They are in a .jsonl, .json or
+    .parquet file, or in a folder that datasets.save_to_disk wrote, relative to the working
+    directory. Or the id of a dataset as in data.path; its splits test and validation are left
+    out."""
 
     demonstrations: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Number of training episodes that the task's expert demonstrates."""

@@ -45,7 +45,7 @@ class SupervisionConfig(Section):
         if self.hang_s < self.heartbeat_s:
             yield (
                 f"hang_s is {self.hang_s} but heartbeat_s is {self.heartbeat_s}, so a silence "
-                "could not be seen in time: raise hang_s or lower heartbeat_s"
+                "could not be noticed in time: raise hang_s or lower heartbeat_s"
             )
         if self.backoff_max_s < self.backoff_s:
             yield (

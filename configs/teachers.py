@@ -259,13 +259,13 @@ class JudgeConfig(TeacherConfig):
 
 
 class JudgesConfig(Section):
-    """Models that reward functions ask with `self.judge(NAME)`."""
+    """Models that reward functions query with `self.judge(NAME)`."""
 
     actors: Processes = 1
-    """Number of judge actors that ask in parallel."""
+    """Number of judge actors that query in parallel."""
 
     timeout_s: Seconds = 60.0
-    """Seconds until a question has failed, with all its retries and waits."""
+    """Seconds until a question counts as failed, including all its retries and waits."""
 
     connect_timeout_s: Seconds = 5.0
     """Seconds to establish a connection."""
@@ -277,7 +277,7 @@ class JudgesConfig(Section):
     """Maximum number of times to send one question, while failures are transient."""
 
     answers: Annotated[int, Field(ge=1, le=10)] = 3
-    """Maximum number of answers to one question until one has the wanted form."""
+    """Maximum number of answers to one question until one has the required form."""
 
     when_spent: Literal["stop", "leave_out"] = "stop"
     """What happens once budget.usd allows no further question.

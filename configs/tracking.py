@@ -112,7 +112,7 @@ class PrometheusTracking(TrackerSection):
     """Address to listen on; beyond loopback a token is required."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 9464
-    """Port to listen on; with 0 a free one, which an event tells."""
+    """Port to listen on; 0 takes a free one, which an event names."""
 
     token_env: Variable | None = None
     """Environment variable with the bearer token that readers must send."""

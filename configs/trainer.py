@@ -27,19 +27,19 @@ from composer_mesh.configs.channels import Decay
 
 
 class MoeConfig(Section):
-    """How a mixture of experts is trained; nothing of it concerns dense models."""
+    """How a mixture of experts is trained; these keys have no effect on dense models."""
 
     router_float32: bool = True
     """Whether routers compute their logits in float32 where the rest is in bfloat16, in the trainer
     and in the embedded engine."""
 
     load_balancing: NotNegative = 0.0
-    """Weight of the auxiliary loss that spreads tokens over experts, 1 for each layer in which all
-    are equally busy."""
+    """Weight of the auxiliary loss that spreads tokens over experts. Each layer in which all are
+    equally busy adds 1 to that loss."""
 
     router_replay: bool = False
-    """Whether the policy loss is computed with the experts that the engine chose when it sampled,
-    which travel with the rollouts: a byte for each layer and expert of a token."""
+    """Whether the policy loss is computed with the experts that the engine chose when it sampled.
+    They are sent with the rollouts: a byte for each layer and expert of a token."""
 
     compare_every: CountOrZero = 0
     """Steps between measurements of the mismatch without router replay, each a forward over the
@@ -47,8 +47,8 @@ class MoeConfig(Section):
 
 
 Sharing = Literal["off", "levels", "row"]
-"""How what sequences begin with is computed once: not at all, one forward for each level of a tree
-of prefixes, or the whole tree as one row of one forward."""
+"""How common prefixes of sequences are computed once: not at all, one forward for each level of a
+tree of prefixes, or the whole tree as one row."""
 
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 
@@ -74,8 +74,8 @@ class LoraConfig(Section):
     """Names of the linear layers that get an adapter; all of the decoder's without it."""
 
     sync: Literal["merged", "adapters"] = "merged"
-    """What generators get at each version: all weights, the adapters merged into them; or the
-    adapters alone, which engines then compute next to their own weights."""
+    """What generators get at each version: all weights with the adapters merged into them, or only
+    the adapters. Engines then compute them next to their own weights."""
 
 
 class TrainerConfig(Section):
@@ -94,8 +94,8 @@ class TrainerConfig(Section):
     """Final learning rate as a share of the peak."""
 
     optimizer: OptimizerName = "adamw"
-    """"adamw"; "adamw_8bit" with both moments of large weights in 8 bits, from torchao; or "muon"
-    for the matrices of the decoder's layers, with AdamW for the rest."""
+    """"adamw"; "adamw_8bit": from torchao, with both moments of large weights in 8 bits; "muon":
+    for the matrices of the decoder's layers, with AdamW for all others."""
 
     optimizer_offload: bool = False
     """Whether the optimizer's state is in the host's memory between updates, and on a GPU only for
@@ -124,20 +124,20 @@ class TrainerConfig(Section):
     """Times that a step trains on its batch, each time with all of its updates."""
 
     update_share_every: CountOrZero = 0
-    """Steps between two in which each channel's share of the gradient is measured, with a backward
-    for each channel instead of one for all; 0 measures it only where a share is bounded."""
+    """Steps between measurements of each channel's share of the gradient, for which every channel
+    has a separate backward. With 0 it is measured only where a share is bounded."""
 
     packing: bool = False
     """Whether several sequences share a row of a microbatch, which reduces padding."""
 
     prefix_sharing: bool = False
-    """Whether what the sequences of a microbatch begin with, such as the prompt of a group, is
-    computed once; for models of full attention and of windows, with attention "sdpa" or "flex"."""
+    """Whether common prefixes of a microbatch's sequences, such as the prompt of a group, are
+    computed once. For models of full attention and of windows, with attention "sdpa" or "flex"."""
 
     attention: Literal["sdpa", "flex", "flash", "eager"] = "sdpa"
-    """Attention implementation: torch's kernels, or on a GPU its compiled ones ("flex") or those of
-    the package flash-attn ("flash"); or all scores at once ("eager"), which takes much memory and
-    knows the caps of Gemma 2 and the sinks of gpt-oss everywhere."""
+    """Attention implementation. "sdpa": torch's kernels; "flex": its compiled ones, on a GPU;
+    "flash": those of the package flash-attn, on a GPU; "eager": all scores at once. "eager" takes
+    much memory, but supports the caps of Gemma 2 and the sinks of gpt-oss everywhere."""
 
     sharding: Literal["auto", "none", "fsdp2"] = "auto"
     """"none": complete copies on every rank; "fsdp2": each rank holds rows of every weight; "auto":
@@ -147,12 +147,12 @@ class TrainerConfig(Section):
     """Precision of forward and backward; weights, sums and optimizer state stay float32."""
 
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which frozen copies are kept, and compute where they are not sharded: the
+    """Precision in which frozen copies are kept, and compute if they are not sharded. They are the
     reference, and SDPO teachers other than an average."""
 
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Whether a layer's activations are recomputed in the backward pass instead of stored; "auto"
-    recomputes them where the run does not fit its hosts otherwise, which `check` prints."""
+    """Whether a layer's activations are recomputed in the backward pass instead of stored. "auto"
+    recomputes them if the run would not fit its hosts otherwise; `check` prints it."""
 
     activation_offload: bool = False
     """Whether the inputs of checkpointed layers wait for the backward in the host's memory."""
@@ -167,7 +167,7 @@ class TrainerConfig(Section):
     """Mixtures of experts: precision of routers, balance of experts, router replay."""
 
     backend: CustomFunction | None = None
-    """Class of your own that loads the model and makes its optimizers, instead of AdamW's."""
+    """Your own class that loads the model and makes its optimizers, instead of AdamW."""
 
     checkpoint_every: CountOrZero = 10
     """Steps between checkpoints for restarts; 0 keeps only the last one."""
@@ -186,12 +186,12 @@ class TrainerConfig(Section):
     """Number of trainer processes that share each step's samples and sum their gradients."""
 
     context_parallel: Processes = 1
-    """Number of ranks that divide the positions of each microbatch among them, and before attention
-    exchange positions for heads, so that each rank keeps a part of a long context's activations."""
+    """Number of ranks that divide the positions of each microbatch among them. Before attention
+    they exchange positions for heads, so each rank keeps a part of a long context's activations."""
 
     expert_parallel: Processes = 1
-    """Number of ranks that divide the experts of each layer of a mixture among them: tokens go to
-    the ranks of their experts, in place of all experts' weights to every rank."""
+    """Number of ranks that divide the experts of each layer of a mixture among them. Tokens are
+    sent to the ranks of their experts, in place of all experts' weights to every rank."""
 
     threads: Cores = 1
     """CPU threads of each trainer process."""

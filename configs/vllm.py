@@ -10,8 +10,9 @@ from composer_mesh.configs.base import FreeTable, Gigabytes, Section
 OWNED = {
     "model": "policy.path",
     "tokenizer": "policy.path",
-    "skip_tokenizer_init": "no key, because token ids travel and not text",
+    "skip_tokenizer_init": "no key, because token ids are sent, not text",
     "dtype": "generator.dtype",
+    "quantization": "generator.quantization",
     "seed": "run.seed",
     "max_num_seqs": "generator.max_concurrent",
     "max_model_len": "policy.max_context",
@@ -43,8 +44,8 @@ class VllmConfig(Section):
     """Share of each GPU's memory for weights and KV cache; not used on CPU."""
 
     kv_cache_gb: Gigabytes | None = None
-    """KV cache of each process in GB of 2**30 bytes; when not set, what gpu_memory_utilization
-    leaves on a GPU, and max_concurrent conversations of full length on a CPU."""
+    """KV cache of each process in GB of 2**30 bytes. When not set, a GPU has what
+    gpu_memory_utilization leaves, and a CPU max_concurrent conversations of full length."""
 
     block_size: Literal[16, 32, 64, 128] = 32
     """Tokens per block of the KV cache; CPU kernels need a multiple of 32."""

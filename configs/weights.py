@@ -14,8 +14,8 @@ class WeightsConfig(Section):
     """How each version of the weights is transferred."""
 
     transport: Literal["auto", "shm", "rdma", "torchstore", "disk"] = "auto"
-    """Transport of weights: "auto" uses "shm" if trainer and receivers share one host, else "rdma";
-    "torchstore" needs an extra, "disk" needs only a shared file system."""
+    """Transport of weights. "auto": "shm" if trainer and receivers share one host, else "rdma";
+    "torchstore": needs an extra; "disk": needs only a shared file system."""
 
     checksums: bool = False
     """Whether receivers verify each version's bytes against the publisher's checksums."""

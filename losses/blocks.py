@@ -1,19 +1,26 @@
-"""Scores of a linear head and their gradients, one block of rows at a time.
+"""Scores of a linear head and their gradients, one block of rows or of columns at a time.
 
 Shared by the fused losses: a scratch buffer that all blocks of scores reuse, and sums of gradients
 in float32 or better. Independent of the loss that uses the scores. Axes: N rows, H hidden size, V
 vocabulary, R rows of one block, C columns of the vocabulary.
 
+A loss whose gradient needs one number of each row alone takes blocks of columns: the gradient of
+their part of the head is one product over all rows, and no sum the size of the head is kept.
+
 A rule is what a fused loss computes on one block of scores: its value, and its gradient by the
 scores, which it may overwrite.
 """
 
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from composer_mesh.losses.reductions import Number
@@ -23,6 +30,8 @@ from composer_mesh.losses.reductions import Number
 CPU_BLOCK, ACCELERATOR_BLOCK = 1 << 22, 1 << 26
 # Elements that elementwise passes on a CPU process at a time: they fit its cache.
 CPU_TILE = 1 << 17
+# Rows of a tile of an accelerator's matrix units; blocks are multiples, so that none is half empty.
+MATRIX_TILE = 128
 
 
 def default_block(hidden: Tensor) -> int:
@@ -30,7 +39,38 @@ def default_block(hidden: Tensor) -> int:
     return CPU_BLOCK if hidden.device.type == "cpu" else ACCELERATOR_BLOCK
 
 
-def tiles(*blocks: Float[Tensor, "R _"]) -> Iterator[tuple[Tensor, ...]]:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def one_pass(function: F, device: torch.device) -> F:
+    """Return an elementwise function, compiled with CUDA: its steps read and write memory once.
+
+    Warns, and returns it as it is, where Triton or the C compiler that it needs is missing.
+    """
+    return function if device.type != "cuda" or not _can_compile() else _compiled(function)
+
+
+@cache
+def _compiled(function: F) -> F:
+    return torch.compile(function, dynamic=True)
+
+
+@cache
+def _can_compile() -> bool:
+    from torch.utils._triton import has_triton
+
+    compiler = any(shutil.which(one) for one in (os.environ.get("CC", "cc"), "gcc", "clang"))
+    if has_triton() and compiler:
+        return True
+    missing = "Triton" if compiler else "a C compiler"
+    warnings.warn(
+        f"fused losses run uncompiled, which takes more time and memory: install {missing}",
+        stacklevel=2,
+    )
+    return False
+
+
+def tiles(*blocks: Shaped[Tensor, "R _"]) -> Iterator[tuple[Tensor, ...]]:
     """Views of a few rows of each block, small enough for a CPU's cache; one view elsewhere."""
     rows = max(1, len(blocks[0]))
     if blocks[0].device.type == "cpu":
@@ -64,11 +104,34 @@ class LinearHead:
             self._score(hidden[place], out)
             yield place, out
 
+    def scores_by_columns(
+        self, hidden: Float[Tensor, "N H"], block: int
+    ) -> Iterator[tuple[slice, Float[Tensor, "N C"]]]:
+        """Yield blocks of columns with the scores of all rows, as `scores` does blocks of rows.
+
+        Yields none without rows.
+        """
+        count, rows = len(self.weight), len(hidden)
+        width = min(count, max(1, block // max(1, rows)))
+        scratch = hidden.new_empty(rows * width, dtype=self.dtype)
+        if not on_half_units(self.weight, scratch):
+            hidden = hidden.to(self.dtype)
+        for start in range(0, count if rows else 0, width):
+            columns = slice(start, min(start + width, count))
+            out = scratch[: rows * (columns.stop - start)].view(rows, -1)
+            product(hidden, self.weight[columns].T, out)
+            self._finish(out, None if self.bias is None else self.bias[columns])
+            yield columns, out
+
     def _score(self, hidden: Float[Tensor, "R H"], out: Float[Tensor, "R V"]) -> None:
         for columns in self.columns():
             product(hidden, self.weight[columns].T, out[:, columns])
-        if self.bias is not None:
-            out.add_(self.bias)
+        self._finish(out, self.bias)
+
+    def _finish(self, out: Float[Tensor, "R C"], bias: Float[Tensor, "C"] | None) -> None:
+        """Turn products into scores, in place."""
+        if bias is not None:
+            out.add_(bias)
         if self.softcap is not None:
             for (tile,) in tiles(out):
                 tile.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -84,7 +147,8 @@ class LinearHead:
     def columns(self) -> Iterator[slice]:
         """Yield all columns at once, or as many as may be copied to another dtype at a time."""
         count, hidden = self.weight.shape
-        step = count if self.weight.dtype == self.dtype else default_block(self.weight) // hidden
+        whole = self.weight.dtype == self.dtype or self.weight.is_cuda
+        step = count if whole else default_block(self.weight) // hidden
         return (slice(start, start + step) for start in range(0, count, max(1, step)))
 
 
@@ -119,14 +183,16 @@ class HeadGradients:
         if self._slopes is not None:
             pull.mul_(self._slopes)
         of_hidden, of_weight, of_bias = self._sums
+        if of_bias is not None:
+            of_bias.add_(pull.sum(0))
+        if on_half_units(self._head.weight, pull) and on_half_units(self._hidden, pull):
+            pull = pull.to(self._head.weight.dtype)
         for columns in self._head.columns():
             part = pull[:, columns]
             if of_hidden is not None:
                 add_product(part, self._head.weight[columns], of_hidden[rows])
             if of_weight is not None:
                 add_product(part.T, self._hidden[rows], of_weight[columns])
-        if of_bias is not None:
-            of_bias.add_(pull.sum(0))
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the sums, in the dtypes of the tensors that they are gradients of."""
@@ -154,28 +220,39 @@ def given_scores(
 
 def rows_per_block(vocabulary: int, block: int) -> int:
     """Return the number of rows whose scores fit `block` elements; at least one."""
-    return max(1, block // max(1, vocabulary))
+    rows = max(1, block // max(1, vocabulary))
+    return rows - rows % MATRIX_TILE if rows > 2 * MATRIX_TILE else rows
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """`out = left @ right` with sums in the dtype of `out`."""
     if left.dtype == right.dtype == out.dtype:
         torch.mm(left, right, out=out)
-    elif _on_half_units(right, out):
-        out.copy_(torch.mm(left.to(right.dtype), right, out_dtype=out.dtype))
+    elif on_half_units(right, out):
+        torch.mm(left.to(right.dtype), right, out_dtype=out.dtype, out=out)
     else:
         torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
 def add_product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """`out += left @ right` with sums in the dtype of `out`."""
-    if _on_half_units(right, out):
-        out.add_(torch.mm(left.to(right.dtype), right, out_dtype=out.dtype))
+    if on_half_units(right, out):
+        torch.addmm(out, left.to(right.dtype), right, out_dtype=out.dtype, out=out)
     else:
         out.addmm_(left.to(out.dtype), right.to(out.dtype))
 
 
-def _on_half_units(right: Tensor, out: Tensor) -> bool:
+def put_product(left: Tensor, right: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    """`out = left @ right` with sums in `dtype`, which `out` may be narrower than."""
+    if out.dtype == dtype:
+        product(left, right, out)
+        return
+    sums = torch.empty_like(out, dtype=dtype)
+    product(left, right, sums)
+    out.copy_(sums)
+
+
+def on_half_units(right: Tensor, out: Tensor) -> bool:
     """Whether an accelerator multiplies halves and sums them in float32; a CPU does not."""
     return out.is_cuda and out.dtype == torch.float32 and right.dtype.itemsize == 2
 
@@ -210,36 +287,56 @@ class JsdRule:
         self, own: Tensor, others: Tensor, rows: slice, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
         total, first = own.new_zeros(()), rows.start
+        scale = own.new_full((), self.scale)  # not a number, for which it would be compiled again
+        work = one_pass(jsd_tile, own.device)
         for s, p in tiles(own, others):
-            s.sub_(s.logsumexp(-1, keepdim=True))
-            p.sub_(p.logsumexp(-1, keepdim=True))
-            values, student, terms = self._terms(s, p)
+            values, entropies = work(
+                s, p, scale, self.jsd_beta, self.temperature, wanted, bool(self.sink)
+            )
+            for sums in self.sink:
+                sums.add_(entropies)
             for divergences in self.by_row:
                 divergences[first : first + len(values)] = values
             first += len(values)
             total += values.sum()
-            if wanted:
-                student.mul_(terms.sum(-1, keepdim=True))
-                torch.sub(terms, student, out=s).mul_(self.scale / self.temperature)
-        return total * self.scale, own if wanted else None
+        return total * scale, own if wanted else None
 
-    def _terms(self, s: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each row's divergence, S and e, from log S and log P."""
-        student, teacher = s.exp(), p.exp()
-        for entropies in self.sink:
-            sums = torch.stack([(student * s).sum(), (teacher * p).sum()])
-            entropies.sub_(sums * self.scale)
-        if self.jsd_beta == 0:
-            return (p.sub_(s) * teacher).sum(-1), student, teacher.neg_()
-        if self.jsd_beta == 1:
-            terms = p.neg_().add_(s).mul_(student)
-            return terms.sum(-1), student, terms
-        # 0 log 0 is 0: where the mixture underflows, both factors in front of its logarithm are 0.
-        mixture = torch.lerp(student, teacher, self.jsd_beta).clamp_min_(torch.finfo(s.dtype).tiny)
-        mixture.log_()
+
+def jsd_tile(
+    s: Tensor,
+    p: Tensor,
+    scale: Tensor,
+    beta: Number,
+    temperature: Number,
+    wanted: bool,
+    figures: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return each row's divergence of some scores, and if `figures` both entropies times `scale`.
+
+    If `wanted`, the gradient times `scale` is written over the student's scores. Both are
+    overwritten in any case.
+    """
+    s.sub_(s.logsumexp(-1, keepdim=True))
+    p.sub_(p.logsumexp(-1, keepdim=True))
+    student, teacher = s.exp(), p.exp()
+    entropies = scale
+    if figures:
+        entropies = torch.stack([(student * s).sum(), (teacher * p).sum()]) * -scale
+    if beta == 0:
+        values, terms = (p.sub_(s) * teacher).sum(-1), teacher.neg_()
+    elif beta == 1:
+        terms = p.neg_().add_(s).mul_(student)
+        values = terms.sum(-1)
+    else:
+        # 0 log 0 is 0: where the mixture underflows, both factors of its logarithm are 0.
+        mixture = torch.lerp(student, teacher, beta).clamp_min_(torch.finfo(s.dtype).tiny).log_()
         others = p.sub_(mixture).mul_(teacher).sum(-1)
-        terms = s.sub_(mixture).mul_(student).mul_(1 - self.jsd_beta)
-        return self.jsd_beta * others + terms.sum(-1), student, terms
+        terms = s.sub_(mixture).mul_(student).mul_(1 - beta)
+        values = beta * others + terms.sum(-1)
+    if wanted:
+        student.mul_(terms.sum(-1, keepdim=True))
+        torch.sub(terms, student, out=s).mul_(scale / temperature)
+    return values, entropies
 
 
 def autograd_rule(loss: RowLoss) -> Rule:

@@ -132,7 +132,7 @@ def _shown(name: str, place: str, sequence: LossInputs) -> LossInputs:
     mask = sequence.loss_mask
     if mask.dtype != torch.bool:
         raise CustomFunctionError(
-            name, place, f"loss_mask is {mask.dtype} but has to be bool: compare it with 0"
+            name, place, f"loss_mask is {mask.dtype} but must be bool: compare it with 0"
         )
 
     def shown(field_name: str) -> Tensor | None:
@@ -143,7 +143,7 @@ def _shown(name: str, place: str, sequence: LossInputs) -> LossInputs:
             raise CustomFunctionError(
                 name,
                 place,
-                f"{field_name} is {values.dtype} of shape {tuple(values.shape)} but has to be"
+                f"{field_name} is {values.dtype} of shape {tuple(values.shape)} but must be"
                 f" floating, one number for each of the {tuple(mask.shape)} masks",
             )
         values = values if field_name == "trainer_logprobs" else values.detach()
@@ -167,7 +167,7 @@ def _requested(name: str, place: str, sequence: LossInputs) -> dict[str, Tensor 
             raise CustomFunctionError(
                 name,
                 place,
-                f"{key} is {values.dtype} of shape {tuple(values.shape)} but has to be floating,"
+                f"{key} is {values.dtype} of shape {tuple(values.shape)} but must be floating,"
                 f" {'one number' if dims == 1 else 'one row'} for each of {sampled} sampled tokens",
             )
         found[key] = None if values is None else at_least_float32(values)
@@ -178,7 +178,7 @@ def check_needs(function: Function, name: str, needs: Sequence[str]) -> None:
     """Raise `CustomFunctionError` where a function declares a field that `needs` does not name."""
     declared = getattr(function, "needs", ())
     if isinstance(declared, str) or not all(isinstance(one, str) for one in declared):
-        problem = f"its needs are {declared!r} but have to be a tuple of names"
+        problem = f"its needs are {declared!r} but must be a tuple of names"
         raise CustomFunctionError(name, "", f"{problem}: write ({NEEDS[0]!r},)")
     if unknown := [one for one in declared if one not in NEEDS]:
         problem = f"it needs {unknown[0]!r} but there are {', '.join(NEEDS)}"
@@ -198,13 +198,13 @@ def _loss(name: str, place: str, output: object, inputs: LossInputs) -> Float[Te
     sources = (inputs.trainer_logprobs, *(getattr(inputs, key) for key in NEEDS))
     attached = any(one is not None and one.requires_grad for one in sources)
     if not isinstance(loss, Tensor):
-        problem = f"its loss is a {type(loss).__name__} but has to be a scalar tensor"
+        problem = f"its loss is a {type(loss).__name__} but must be a scalar tensor"
     elif loss.shape != ():
-        problem = f"its loss has shape {tuple(loss.shape)} but has to be a scalar: return its sum"
+        problem = f"its loss has shape {tuple(loss.shape)} but must be a scalar: return its sum"
     elif not loss.is_floating_point():
-        problem = f"its loss is {loss.dtype} but has to be floating: compute it from the log-probs"
+        problem = f"its loss is {loss.dtype} but must be floating: compute it from the log-probs"
     elif not loss.isfinite():
-        problem = f"its loss is {loss.item()} but has to be finite: mask before exp and log"
+        problem = f"its loss is {loss.item()} but must be finite: mask before exp and log"
     elif attached and not loss.requires_grad:
         problem = (
             "its loss has no graph, so it would train nothing: compute it from"
@@ -219,7 +219,7 @@ def _metrics(name: str, place: str, output: object) -> dict[str, MetricSum]:
     metrics = attribute(name, place, output, "metrics", {})
     if not isinstance(metrics, Mapping):
         raise CustomFunctionError(
-            name, place, f"its metrics are a {type(metrics).__name__} but have to be a dict"
+            name, place, f"its metrics are a {type(metrics).__name__} but must be a dict"
         )
     return {str(key): _metric(name, place, key, value) for key, value in metrics.items()}
 
@@ -231,7 +231,7 @@ def _metric(name: str, place: str, key: str, value: object) -> MetricSum:
         raise CustomFunctionError(
             name,
             place,
-            f"its metric {key!r} is a {type(value).__name__}{shape} but has to be a number, a"
+            f"its metric {key!r} is a {type(value).__name__}{shape} but must be a number, a"
             " scalar tensor or a 1-D tensor",
         )
     values = torch.as_tensor(value).detach().double().reshape(-1)
@@ -240,7 +240,7 @@ def _metric(name: str, place: str, key: str, value: object) -> MetricSum:
         raise CustomFunctionError(
             name,
             place,
-            f"its metric {key!r} is {total} but has to be finite: guard a mean over nothing",
+            f"its metric {key!r} is {total} but must be finite: guard a mean over nothing",
         )
     return MetricSum(total, values.numel())
 
@@ -337,14 +337,14 @@ def custom_advantages(
 def _checked(name: str, place: str, output: object, shape: tuple[int, int]) -> Tensor:
     advantages = attribute(name, place, output, "advantages")
     if not isinstance(advantages, Tensor):
-        problem = f"its advantages are a {type(advantages).__name__} but have to be a tensor"
+        problem = f"its advantages are a {type(advantages).__name__} but must be a tensor"
     elif advantages.shape != shape:
         problem = (
             f"its advantages have shape {tuple(advantages.shape)} but the rewards {shape}:"
             " return one number for each rollout"
         )
     elif not advantages.is_floating_point():
-        problem = f"its advantages are {advantages.dtype} but have to be floating: use .float()"
+        problem = f"its advantages are {advantages.dtype} but must be floating: use .float()"
     else:
         return at_least_float32(advantages.detach())
     raise CustomFunctionError(name, place, problem)
@@ -358,7 +358,7 @@ def _check_finite(name: str, advantages: Tensor, rows: list[int], ids: Ids) -> N
             raise CustomFunctionError(
                 name,
                 place,
-                f"its advantage is {found[column].item()} but has to be finite: mind a standard"
+                f"its advantage is {found[column].item()} but must be finite: mind a standard"
                 " deviation of 0 or of a group of one",
             )
 

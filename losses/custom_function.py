@@ -261,7 +261,9 @@ def _split(import_path: str) -> tuple[str, list[str]]:
     names = rest.split(".")
     if not all(part.isidentifier() for part in [*module_name.split("."), *names]):
         raise CustomFunctionError(
-            import_path, "", "it is no import path: write my_module.my_loss or my_module:my_loss"
+            import_path,
+            "",
+            "it is not an import path: write my_module.my_loss or my_module:my_loss",
         )
     return module_name, names
 

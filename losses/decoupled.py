@@ -71,14 +71,14 @@ class Rejection:
         floor = -torch.inf if self.metric == "kl_k1" else 0
         if not self.upper > floor:
             raise ValueError(
-                f"upper is {self.upper} but has to be > {floor} for metric {self.metric!r}, or no"
+                f"upper is {self.upper} but must be > {floor} for metric {self.metric!r}, or no"
                 " update would survive: use 5.0 for a ratio, 0.5 to 2 for a KL"
             )
         if self.lower is None:
             return
         if not self.lower <= self.upper or (self.metric == "ratio" and not self.lower > 0):
             raise ValueError(
-                f"lower is {self.lower} but has to be <= upper, {self.upper}, and > 0 for a ratio:"
+                f"lower is {self.lower} but must be <= upper, {self.upper}, and > 0 for a ratio:"
                 " use 0.5, or None for no lower bound"
             )
 
@@ -139,7 +139,7 @@ def decoupled_ppo_loss(
     check_clip(clip_low, clip_high)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(
-            f"dual_clip is {dual_clip} but has to be > 1: use 3.0, or None for no dual clip"
+            f"dual_clip is {dual_clip} but must be > 1: use 3.0, or None for no dual clip"
         )
     kept = _filtered(proximal_logprobs, sampling_logprobs, mask, rejection)
     log_ratio = masked_log_ratio(logprobs, proximal_logprobs, kept.mask)

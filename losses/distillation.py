@@ -146,10 +146,10 @@ class TaidSchedule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.t_start < 1:
-            raise ValueError(f"t_start is {self.t_start} but has to be in [0, 1): use 0.4")
+            raise ValueError(f"t_start is {self.t_start} but must be in [0, 1): use 0.4")
         if not self.t_start <= self.t_end <= 1:
             raise ValueError(
-                f"t_end is {self.t_end} but has to be in [{self.t_start}, 1], since t only"
+                f"t_end is {self.t_end} but must be in [{self.t_start}, 1], since t only"
                 " rises: use 1.0"
             )
         check_fraction("taid alpha", self.alpha, "use 0.0005")
@@ -159,10 +159,10 @@ class TaidSchedule:
     def update(self, loss: float, step: int, steps: int) -> float:
         """Move t after a step with this loss, and return it."""
         if not math.isfinite(loss):
-            raise ValueError(f"loss is {loss} but has to be finite: leave out the update")
+            raise ValueError(f"loss is {loss} but must be finite: leave out the update")
         if not 0 <= step <= steps or steps < 1:
             raise ValueError(
-                f"step is {step} of {steps} but has to be in [0, steps], with steps >= 1:"
+                f"step is {step} of {steps} but must be in [0, steps], with steps >= 1:"
                 " pass the optimizer steps done and those of the whole run"
             )
         if self._previous is not None:

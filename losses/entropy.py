@@ -58,7 +58,7 @@ def high_entropy_mask(
     Source: TRL `GRPOTrainer.get_high_entropy_mask`, top_entropy_quantile.
     """
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction is {fraction} but has to be in (0, 1]: use 0.2, or 1 for all")
+        raise ValueError(f"fraction is {fraction} but must be in (0, 1]: use 0.2, or 1 for all")
     chosen = at_least_float32(entropies.detach())[mask]
     if chosen.numel() == 0:
         return mask
@@ -326,7 +326,7 @@ def _entropy_scale(h_max: Number | None, vocabulary: int) -> float:
         # A single entry has zero entropy to divide by.
         return math.log(vocabulary) if vocabulary > 1 else 1.0
     if not h_max > 0:
-        raise ValueError(f"h_max is {h_max} but has to be > 0 nats: use None for log V")
+        raise ValueError(f"h_max is {h_max} but must be > 0 nats: use None for log V")
     return h_max
 
 
@@ -334,7 +334,7 @@ def _check(tau: Number, coef: Number, low: Number, high: Number) -> None:
     if not tau >= 0:
         raise ValueError(f"tau is {tau} but an entropy is >= 0 nats: use 0.8, or inf for no gate")
     if not (math.isfinite(coef) and coef >= 0):
-        raise ValueError(f"coef is {coef} but has to be finite and >= 0: use 1.0")
+        raise ValueError(f"coef is {coef} but must be finite and >= 0: use 1.0")
     check_clip(low, high)
 
 

@@ -1,10 +1,12 @@
 """Fused linear head and loss: from hidden states to log-probs or a divergence, block by block.
 
-The scores of a block of rows are freed before those of the next are computed, so the memory besides
-inputs and gradients does not grow with rows times vocabulary. Gradients are exact; the teacher gets
-none. Scores, sums and accumulated gradients are float32 or better, also if hidden states and heads
-are bfloat16: then gradients take float32 sums of their own size while they are computed. With
-`softcap` c, scores before the temperature are `c tanh(z / c)` of the head's own z, as in Gemma.
+The scores of a block are freed before those of the next are computed, so the memory besides
+inputs and gradients does not grow with rows times vocabulary. Blocks of a divergence are whole
+rows, those of log-probs are columns of the vocabulary for all rows. Gradients are exact; the
+teacher gets none. Scores, sums and accumulated gradients are float32 or better, also if hidden
+states and heads are bfloat16: then gradients take float32 sums of their own size while they are
+computed, but for the head's by log-probs. With `softcap` c, scores before the temperature are
+`c tanh(z / c)` of the head's own z, as in Gemma.
 
 Axes: N rows (tokens under the mask), H hidden size, K hidden size of the teacher, V vocabulary, R
 rows of one block.
@@ -27,9 +29,13 @@ from composer_mesh.losses.blocks import (
     LinearHead,
     RowLoss,
     Rule,
+    add_product,
     autograd_rule,
     default_block,
     given_scores,
+    on_half_units,
+    one_pass,
+    put_product,
     rows_per_block,
     softcapped,
     tiles,
@@ -66,7 +72,8 @@ def linear_logprobs(
     In nats, float32 or float64; equals `token_logprobs` on those scores. The forward keeps one
     number a row and the backward makes the scores again: four matrix products for the naive three.
     Rows whose gradient is 0, such as clipped tokens, cost nothing in the backward. `block` is the
-    size of the scratch in numbers, by default 2^22 on a CPU and 2^26 on an accelerator.
+    size of the scratch in numbers, by default 2^22 on a CPU and 2^26 on an accelerator. A target
+    outside of the vocabulary has the log-prob nan.
     """
     check_linear(temperature, block, softcap)
     size = block or default_block(hidden)
@@ -230,11 +237,13 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> Tensor:
         head = LinearHead(weight, bias, temperature, sum_dtype(hidden), softcap)
         picked = targets.long().unsqueeze(-1)
-        chosen, log_z = hidden.new_empty((2, len(hidden), 1), dtype=head.dtype)
-        for rows, scores in head.scores(hidden, block):
-            torch.gather(scores, -1, picked[rows], out=chosen[rows])
-            for part, tile in tiles(log_z[rows], scores):
-                part.copy_(tile.logsumexp(-1, keepdim=True))
+        peak = hidden.new_full((len(hidden), 1), -torch.inf, dtype=head.dtype)
+        total, chosen = torch.zeros_like(peak), torch.full_like(peak, torch.nan)
+        work = one_pass(_add_columns, hidden.device)
+        for columns, scores in head.scores_by_columns(hidden, block):
+            for parts in tiles(scores, picked - columns.start, peak, total, chosen):
+                work(*parts)
+        log_z = peak.add_(total.log_())
         ctx.save_for_backward(hidden, weight, bias, picked, log_z)
         ctx.temperature, ctx.block, ctx.softcap = temperature, block, softcap
         return (chosen - log_z).squeeze(-1)
@@ -247,17 +256,61 @@ class _LinearLogprobs(torch.autograd.Function):
         active = gradient.ne(0).nonzero().squeeze(-1)
         some, picked, log_z = hidden[active], picked[active], log_z[active]
         factor = (gradient[active] / ctx.temperature).unsqueeze(-1)
-        gradients = HeadGradients(head, some, ctx.needs_input_grad[:3])
-        for rows, scores in gradients.scores(ctx.block):
-            for tile, normal, weigh in tiles(scores, log_z[rows], factor[rows]):
-                tile.sub_(normal).exp_().mul_(-weigh)
-            scores.scatter_add_(-1, picked[rows], factor[rows])
-            gradients.add(rows, scores)
-        of_some, of_weight, of_bias = gradients.result()
-        of_hidden = None
-        if of_some is not None:
-            of_hidden = torch.zeros_like(hidden).index_copy_(0, active, of_some)
-        return of_hidden, of_weight, of_bias, *[None] * 4
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(one, dtype=dtype) if one is not None and wanted else None
+            for one, dtype, wanted in zip(
+                (some, weight, bias),
+                (head.dtype, weight.dtype, head.dtype),
+                ctx.needs_input_grad,
+                strict=False,
+            )
+        )
+        work = one_pass(_pull_of_columns, hidden.device)
+        for columns, scores in head.scores_by_columns(some, ctx.block):
+            slopes = head.slopes(scores)
+            for parts in tiles(scores, picked - columns.start, log_z, factor):
+                work(*parts)
+            if slopes is not None:
+                scores.mul_(slopes)
+            if of_bias is not None:
+                of_bias[columns] = scores.sum(0)
+            pull = scores.to(weight.dtype) if on_half_units(weight, scores) else scores
+            if of_hidden is not None:
+                add_product(pull, weight[columns], of_hidden)
+            if of_weight is not None:
+                put_product(pull.T, some, of_weight[columns], head.dtype)
+        if of_hidden is not None:
+            of_hidden = torch.zeros_like(hidden).index_copy_(0, active, of_hidden.to(hidden.dtype))
+        return (
+            of_hidden,
+            of_weight,
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *[None] * 4,
+        )
+
+
+def _add_columns(
+    scores: Tensor, place: Tensor, peak: Tensor, total: Tensor, chosen: Tensor
+) -> None:
+    """Add some columns [R, C] to the partition sums of rows, `total` times exp of their `peak`.
+
+    `chosen` takes the scores of the targets, which are at `place` [R, 1] where it is a column.
+    """
+    count = scores.shape[-1]
+    found = scores.gather(-1, place.clamp(0, count - 1))
+    chosen.copy_(torch.where((place >= 0) & (place < count), found, chosen))
+    lowest = torch.finfo(scores.dtype).min  # all scores so far may be -inf
+    highest = torch.maximum(peak, scores.amax(-1, keepdim=True)).clamp_min(lowest)
+    added = (scores - highest).exp().sum(-1, keepdim=True)
+    total.mul_((peak - highest).exp()).add_(added)
+    peak.copy_(highest)
+
+
+def _pull_of_columns(scores: Tensor, place: Tensor, log_z: Tensor, factor: Tensor) -> None:
+    """Write the gradient by some scores over them; `factor` is that by the log-prob of each row."""
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    target = torch.where(columns == place, factor, 0)
+    scores.sub_(log_z).exp_().mul_(-factor).add_(target)
 
 
 # In a Function's forward, inputs appear to need gradients also under no_grad.
@@ -344,4 +397,4 @@ def check_linear(temperature: Number, block: int | None, *softcaps: Number | Non
         if softcap is not None:
             check_positive("softcap", softcap, "leave it out for a head without a cap")
     if block is not None and block < 1:
-        raise ValueError(f"block is {block} but has to be >= 1: leave it out for the default")
+        raise ValueError(f"block is {block} but must be >= 1: leave it out for the default")

@@ -247,7 +247,7 @@ def overlong_penalty(
     check_positive("max_length", max_length, "use the largest number of tokens of an answer")
     if not 0 < buffer <= max_length:
         raise ValueError(
-            f"buffer is {buffer} but has to be above 0 and at most max_length, {max_length}: use a"
+            f"buffer is {buffer} but must be above 0 and at most max_length, {max_length}: use a"
             " fifth of it"
         )
     check_not_negative("factor", factor, "use 1.0, or 0 for no penalty")

@@ -310,7 +310,7 @@ def _check_bounds(minimum: Number | None, maximum: Number | None) -> None:
     check_not_negative("minimum", minimum, "use 0.3, or None for no lower bound")
     if minimum is not None and maximum is not None and minimum > maximum:
         raise ValueError(
-            f"minimum is {minimum} but has to be <= maximum, {maximum}: raise maximum or lower it"
+            f"minimum is {minimum} but must be <= maximum, {maximum}: raise maximum or lower it"
         )
 
 

@@ -235,7 +235,7 @@ def simpo_loss(
     _check("simpo", beta, label_smoothing)
     check_choice("loss_type", loss_type, ("sigmoid", "hinge", "robust"))
     if not 0 <= gamma < float("inf"):
-        raise ValueError(f"simpo gamma is {gamma} but has to be finite and >= 0: use beta / 4")
+        raise ValueError(f"simpo gamma is {gamma} but must be finite and >= 0: use beta / 4")
     for_chosen = _average(at_least_float32(chosen), chosen_lengths)
     for_rejected = _average(at_least_float32(rejected), rejected_lengths)
     terms = _pair_terms(loss_type, for_chosen - gamma / beta, for_rejected, beta, label_smoothing)
@@ -286,7 +286,7 @@ def _check(name: str, beta: Number, label_smoothing: Number = 0.0) -> None:
     check_positive(f"{name} beta", beta, f"use {2.0 if name == 'simpo' else 0.1}")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
-            f"label_smoothing is {label_smoothing} but has to be in [0, 0.5):"
+            f"label_smoothing is {label_smoothing} but must be in [0, 0.5):"
             " from 0.5 on, pairs teach the opposite; swap chosen and rejected instead"
         )
 

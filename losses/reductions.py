@@ -36,7 +36,7 @@ def normalized_sum(values: Float[Tensor, "*B"], normalizer: Number) -> Float[Ten
     """Sum divided by the normalizer; a normalizer of 0 is allowed if there is nothing to sum."""
     if not math.isfinite(normalizer) or normalizer < 0:
         raise ValueError(
-            f"normalizer is {normalizer} but has to be a finite count >= 0: pass the number of"
+            f"normalizer is {normalizer} but must be a finite count >= 0: pass the number of"
             " tokens, sequences or pairs in the whole optimizer step"
         )
     return values.sum() / (normalizer if normalizer > 0 else 1)
@@ -85,19 +85,19 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 def check_positive(name: str, value: Number | None, repair: str) -> None:
     """Raise unless the value is above 0 or None."""
     if value is not None and not value > 0:
-        raise ValueError(f"{name} is {value} but has to be > 0: {repair}")
+        raise ValueError(f"{name} is {value} but must be > 0: {repair}")
 
 
 def check_not_negative(name: str, value: Number | None, repair: str) -> None:
     """Raise for a value below 0 or NaN, but not for None."""
     if value is not None and not value >= 0:
-        raise ValueError(f"{name} is {value} but has to be >= 0: {repair}")
+        raise ValueError(f"{name} is {value} but must be >= 0: {repair}")
 
 
 def check_fraction(name: str, value: Number, repair: str) -> None:
     """Raise unless the value is in [0, 1]."""
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value} but has to be in [0, 1]: {repair}")
+        raise ValueError(f"{name} is {value} but must be in [0, 1]: {repair}")
 
 
 def check_clip(low: Number, high: Number) -> None:
@@ -120,5 +120,5 @@ def check_top_k(value: int) -> None:
     """Raise unless at least one entry of a row is kept."""
     if not value >= 1:
         raise ValueError(
-            f"top_k is {value} but has to be >= 1: use 100, or None for the whole vocabulary"
+            f"top_k is {value} but must be >= 1: use 100, or None for the whole vocabulary"
         )

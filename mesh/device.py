@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor
 
 from composer_mesh.mesh.process_resources import own_gpu_share, own_gpus
 
@@ -51,3 +52,14 @@ def own_device() -> torch.device:
     if (share := own_gpu_share()) < 1:
         torch.cuda.set_per_process_memory_fraction(share, device)
     return device
+
+
+def pin(memory: Tensor) -> None:
+    """Page-lock a buffer for the GPU's copy engine, until `unpin`."""
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+
+def unpin(memory: Tensor) -> None:
+    """Unlock the pages; must be called before the memory is freed."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))

@@ -149,7 +149,7 @@ def link_refused(path: Path) -> UnusableFile:
         target = "another place"
     said = (
         f"{path} is a link to {target[:200]!r}, and nothing is written through a link below the "
-        "folder of a run: remove the link, or put what it leads to in its place"
+        "folder of a run: remove the link, or replace it by its target"
     )
     return UnusableFile(errno.ELOOP, said, str(path))
 

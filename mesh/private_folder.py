@@ -131,8 +131,8 @@ def _base() -> Path:
     mode = outside.stat().st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
         raise PrivateFolderRefused(
-            f"{outside} has mode {stat.S_IMODE(mode):04o}, so that other users could replace what "
-            f"lies in it: chmod +t {outside}, or set TMPDIR to a folder of your own"
+            f"{outside} has mode {stat.S_IMODE(mode):04o}, so other users could replace its "
+            f"contents: chmod +t {outside}, or set TMPDIR to a folder of your own"
         )
     if len(str(outside / PREFIX)) + 8 > LONGEST_PATH:
         raise PrivateFolderRefused(

@@ -268,7 +268,7 @@ class MeshHost:
             raise ValueError(f"an actor named {name!r} already runs here: choose another name")
         if not issubclass(actor_class, MeshActor):
             raise TypeError(
-                f"{actor_class.__name__} is no MeshActor: derive it from composer_mesh.MeshActor"
+                f"{actor_class.__name__} is not a MeshActor: derive it from composer_mesh.MeshActor"
             )
 
     def lost(self, spawned: SpawnedActor, reason: str) -> None:

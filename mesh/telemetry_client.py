@@ -65,7 +65,7 @@ def _load(database: sqlite3.Connection, store: Path, sql: str) -> _Reader:
     database.execute(f"EXPLAIN {sql}")  # compiled, not run: it names its tables
     database.set_authorizer(None)
     if not reader.selects:
-        raise QueryRefused("it is no SELECT, and nothing else is answered")
+        raise QueryRefused("it is not a SELECT, and nothing else is answered")
     for name in sorted(reader.named):
         reply = ask(store, name)
         if "rows" not in reply:

@@ -148,7 +148,7 @@ def _check_fits(handle: BufferHandle, out: Tensor) -> None:
         raise TransportError(
             f"the handle is {handle.dtype} of shape {handle.shape} ({handle.nbytes} bytes) but "
             f"out is {out.dtype} of shape {tuple(out.shape)} ({out.nbytes} bytes): "
-            "allocate out from the handle's dtype and shape, or leave it away"
+            "allocate out from the handle's dtype and shape, or leave it out"
         )
     if not out.is_contiguous():
         raise TransportError(

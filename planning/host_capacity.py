@@ -6,6 +6,8 @@ Combines the mesh layout, the section `[placement]` and `memory_estimate`. `plac
 decides which host a process runs on.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from composer_mesh.configs.errors import ConfigError
@@ -20,7 +22,7 @@ from composer_mesh.planning.memory import (
     in_words,
     total,
 )
-from composer_mesh.planning.memory_estimate import Memory, memory_of
+from composer_mesh.planning.memory_estimate import TURNS, Memory, memory_of
 from composer_mesh.planning.mesh_layout import ActorRow, plan_mesh
 
 WHOLE = 1000
@@ -33,6 +35,7 @@ class Process:
 
     `hosts` are the allowed ones, all if empty; `relief` suggests how to reduce its model's memory.
     Processes that are `together` fill one host before the next; others go to the least loaded host.
+    Those of another `turn` have the same GPUs at other times.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Process:
     given: int | None = None
     relief: str = ""
     together: bool = False
+    turn: str = ""
 
     @property
     def host_bytes(self) -> int:
@@ -97,6 +101,7 @@ def _processes(
             given=_bytes(place.memory_gb),
             relief=_relief(row.kind, config),
             together=row.kind == "trainer" or gpus > 0,
+            turn=TURNS.get(row.kind, "") if config.placement.colocate else "",
         )
         for number, name in enumerate(row.names)
     )
@@ -174,6 +179,14 @@ def _bytes(given_gb: float | None) -> int | None:
     return None if given_gb is None else int(given_gb * GB)
 
 
+def busiest(amounts: Iterable[tuple[Process, float]]) -> float:
+    """Return the sum of amounts of processes, of the largest turn where there are turns."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for process, amount in amounts:
+        sums[process.turn] += amount
+    return max(sums.values(), default=0)
+
+
 @dataclass(frozen=True)
 class HostResources:
     """Resources of a host that a run may use; memory in bytes, cores and GPUs counted from 0."""
@@ -211,7 +224,8 @@ class HostCapacity:
     host: HostResources
     aliases: frozenset[str] = frozenset()
     memory: int = field(init=False)
-    gpus: list[int] = field(init=False)
+    gpus: defaultdict[str, list[int]] = field(init=False)
+    """Free thousandths of each GPU, in each turn."""
     owned: set[int] = field(default_factory=set)
     threads: int = 0
     floating: int = 0
@@ -219,7 +233,7 @@ class HostCapacity:
 
     def __post_init__(self) -> None:
         self.memory = self.host.memory - SHARED_CODE
-        self.gpus = [WHOLE] * self.host.gpus
+        self.gpus = defaultdict(lambda: [WHOLE] * self.host.gpus)
 
     @property
     def load(self) -> float:
@@ -256,7 +270,7 @@ class HostCapacity:
         self.threads += process.threads
         self.memory -= process.host_bytes
         for number in placed.gpus:
-            self.gpus[number] -= min(process.gpus, WHOLE)
+            self.gpus[process.turn][number] -= min(process.gpus, WHOLE)
             self.kinds.add((number, process.kind))
 
     def _unowned(self) -> tuple[int, ...]:
@@ -265,17 +279,19 @@ class HostCapacity:
     def _no_gpus(self, process: Process) -> str:
         if not process.gpus:
             return ""
-        if not self.gpus:
+        if not self.host.gpus:
             return "has no GPU"
         if why := self._no_gpu_memory(process):
             return why
         if self._gpus_for(process):
             return ""
-        return f"has {self._free_gpus()} of its {len(self.gpus)} GPUs free, {_gpus(process)} wanted"
+        free = self._free_gpus(self.gpus[process.turn])
+        return f"has {free} of its {self.host.gpus} GPUs free, {_gpus(process)} wanted"
 
-    def _free_gpus(self) -> str:
-        whole = sum(left == WHOLE for left in self.gpus)
-        parts = [f"{left / WHOLE:g}" for left in self.gpus if 0 < left < WHOLE]
+    @staticmethod
+    def _free_gpus(gpus: list[int]) -> str:
+        whole = sum(left == WHOLE for left in gpus)
+        parts = [f"{left / WHOLE:g}" for left in gpus if 0 < left < WHOLE]
         return f"{whole}" + (f" and parts of {', '.join(parts)}" if parts else "")
 
     def _no_gpu_memory(self, process: Process) -> str:
@@ -299,7 +315,7 @@ class HostCapacity:
         alone = process.kind == "trainer"  # NCCL refuses two ranks on one GPU
         found = [
             number
-            for number, left in enumerate(self.gpus)
+            for number, left in enumerate(self.gpus[process.turn])
             if left >= share and not (alone and (number, process.kind) in self.kinds)
         ]
         return tuple(found[:count]) if len(found) >= count else ()

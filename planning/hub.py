@@ -184,7 +184,9 @@ def _why(error: Exception, named: HubId, kind: str) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
         return f"it cannot be stored ({error.strerror}): make room, or set HF_HOME to another place"
     if isinstance(error, errors.HFValidationError):
-        return "this is no id of a hub, and no such path is in the working directory: correct it"
+        return (
+            "this is not an id of a hub, and no such path is in the working directory: correct it"
+        )
     return f"its download failed ({_reason(error)}): try again, which continues where it ended"
 
 

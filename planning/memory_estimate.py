@@ -1,5 +1,6 @@
 """Memory needs of each kind of process, derived from a config with the sums of `memory`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from composer_mesh.planning.memory import (
     training_parts,
     weight_parts,
 )
+from composer_mesh.planning.mesh_layout import plan_mesh
 from composer_mesh.planning.model_sizes import adapter_parameters, parameter_count
 
 LOGITS_COPIES = 4
@@ -53,12 +55,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Model:
-    """A kind of process with a model: memory on its device, and further memory on its host."""
+    """A kind of process with a model: memory on its device, and further memory on its host.
+
+    `parked` is what of its device's memory is on the host while it sleeps, by name.
+    """
 
     device: Parts
     host: Parts = ()
     takes: float = 0.0
     process: int = MODEL_PROCESS
+    parked: tuple[str, ...] = ("weights",)
 
 
 def memory_of(
@@ -90,7 +96,36 @@ def memory_of(
     if not on_gpu:
         return Memory((MemoryTerm("process", model.process), *model.device, *model.host))
     host = (MemoryTerm("process", max(CUDA_PROCESS, model.process)), *model.host)
-    return Memory(host, (MemoryTerm("CUDA", CUDA_CONTEXT), *model.device), model.takes)
+    gpu = (MemoryTerm("CUDA", CUDA_CONTEXT), *model.device)
+    if not config.placement.colocate:
+        return Memory(host, gpu, model.takes)
+    parked = sum(one.bytes for one in model.device if one.what in model.parked)
+    others = _asleep_on_a_gpu(kind, config)
+    return Memory(
+        (*host, MemoryTerm(PARKED, parked)),
+        (*gpu, MemoryTerm("asleep on it", others * CUDA_CONTEXT)),
+        model.takes,
+    )
+
+
+PARKED = "pinned while it sleeps"
+"""What of a process's GPU memory is in its host's, in a colocated run."""
+TURNS = {
+    "trainer": "training",
+    "sdpo_teacher": "training",
+    "generator": "sampling",
+    "reference": "sampling",
+}
+"""Kinds of a colocated run that share GPUs, and whose turn is theirs."""
+
+
+def _asleep_on_a_gpu(kind: str, config: Config) -> int:
+    """Return how many processes of the other turn sleep on each GPU of a process, rounded up."""
+    gpus, rows = config.placement.gpus, plan_mesh(config).actors
+    others = [row for row in rows if TURNS.get(row.kind, TURNS[kind]) != TURNS[kind]]
+    others = [row for row in others if gpus(row.kind)]
+    shared = sum(row.processes * gpus(row.kind) for row in others)
+    return math.ceil(sum(row.processes for row in others) / max(1.0, shared))
 
 
 def _boxes(config: Config) -> Parts:
@@ -173,7 +208,8 @@ def _trainer(config: Config, sizes: ModelSizes, rank: int, teacher: ModelSizes |
     inputs = MemoryTerm("offloaded activations", waiting)
     offloaded = MemoryTerm("offloaded optimizer state", optimizer.offloaded * how.optimizer_offload)
     reading = _reading(sizes, how, parts, rank, saved + offloaded.bytes)
-    return _Model(parts, (offered, copied, inputs, offloaded, reading))
+    host = (offered, copied, inputs, offloaded, reading)
+    return _Model(parts, host, parked=("master weights", "optimizer state", "frozen copies"))
 
 
 def _has_masks(trainer: TrainerConfig) -> bool:
@@ -239,7 +275,9 @@ def _generator(config: Config, sizes: ModelSizes) -> _Model:
         MemoryTerm("scores", SCORE_BYTES * rows * sizes.vocab_size),
         *forward_parts(sizes, number, tokens, on_gpu),
     )
-    return _Model(device, (*arrived, *_loading(sizes, on_gpu or number != FLOAT)))
+    parked = ("weights",) if config.syncs_adapters else ()  # else each version replaces them
+    loading = _loading(sizes, on_gpu or number != FLOAT)
+    return _Model(device, (*arrived, *loading), parked=parked)
 
 
 def _loading(sizes: ModelSizes, elsewhere: bool) -> Parts:
@@ -268,10 +306,14 @@ def _vllm(config: Config, sizes: ModelSizes, arrived: Parts) -> _Model:
     takes = 0.0 if vllm.kv_cache_gb is not None else vllm.gpu_memory_utilization * share
     if not share and split > 1:
         device = tuple(MemoryTerm(part.what, part.bytes * split) for part in device)
+    if config.placement.colocate:
+        weights = total(weight_parts(sizes, number))
+        arrived += (MemoryTerm(PARKED, weights),)
     workers = split + 1 if split > 1 else 1
     if split > 1:  # files in shared memory, which all workers read
         arrived += (MemoryTerm("copy for vLLM's workers", _arriving(config, sizes)),)
-    return _Model(device, arrived, takes, (CUDA_PROCESS if share else VLLM_PROCESS) * workers)
+    process = (CUDA_PROCESS if share else VLLM_PROCESS) * workers
+    return _Model(device, arrived, takes, process, parked=())
 
 
 def _sdpo_teacher(config: Config, sizes: ModelSizes) -> _Model:

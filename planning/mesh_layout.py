@@ -144,14 +144,14 @@ def _channel_actors(config: Config) -> Iterator[ActorRow]:
             role = f"{role}, as the model in {sdpo.teacher_model.path}"
         yield ActorRow("sdpo_teacher", role, sdpo.replicas, sdpo.threads)
     if config.asks_for_hints:
-        yield ActorRow("hint_writer", "asks a language model to word hints, within its budget")
+        yield ActorRow("hint_writer", "queries a language model for hints, within its budget")
     if replay.on:
-        role = f"asks {replay.ask} of {len(replay.teachers)} teachers about frozen states"
+        role = f"queries {replay.ask} of {len(replay.teachers)} teachers about frozen states"
         yield ActorRow("teacher_replay", role, replay.actors)
     if replay.needs_reference:
         yield ActorRow("reference", "scores pairs as the frozen initial policy")
     if judges.on:
-        role = f"asks {len(judges.models)} judges for rewards, within ${judges.budget.usd:,.2f}"
+        role = f"queries {len(judges.models)} judges for rewards, within ${judges.budget.usd:,.2f}"
         yield ActorRow("judge", role, judges.actors)
     if config.serves_experts:
         yield ActorRow("expert_server", "serves the builtin teachers")

@@ -145,8 +145,8 @@ def _reading(facts: ModelFacts, context: int) -> Iterator[UnfitModel]:
     if facts.all_keys is not None and context > facts.all_keys:
         yield UnfitModel(
             f"policy.max_context is {context} but {facts.name} reads only keys of high scores "
-            f"beyond {facts.all_keys} positions, and which of equal ones depends on the padding of "
-            f"a row: lower policy.max_context to {facts.all_keys}"
+            f"beyond {facts.all_keys} positions, whose choice among equal scores depends on a "
+            f"row's padding: lower policy.max_context to {facts.all_keys}"
         )
 
 
@@ -221,7 +221,7 @@ def not_shared(others: str) -> str:
     """Say why prefixes are not shared in a model with other kinds of layers."""
     return (
         f"it has layers of {others}, but prefixes are shared only across attention to all "
-        "positions or to a window, whose keys and values go from a prefix to what follows it"
+        "positions or to a window: their keys and values pass from a prefix to what follows it"
     )
 
 

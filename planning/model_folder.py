@@ -263,7 +263,7 @@ def _indexed(path: Path) -> Mapping[str, str]:
         raise UnfitModelFolder(str(path), "has no metadata, without which it is not loaded")
     for name in found.values():
         if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
-            why = f"names {str(name)[:80]!r}, which is no file next to it"
+            why = f"names {str(name)[:80]!r}, which is not a file next to it"
             raise UnfitModelFolder(str(path), why)
     return found
 
@@ -281,7 +281,7 @@ def _header(path: Path) -> Shapes:
     except OSError as error:
         raise _unreadable(path, error) from None
     except SafetensorError as error:
-        raise UnfitModelFolder(str(path), f"is no whole safetensors file ({error})") from None
+        raise UnfitModelFolder(str(path), f"is not a whole safetensors file ({error})") from None
 
 
 def _places(file: BinaryIO) -> dict[str, tuple[str, int, int]]:

@@ -16,7 +16,7 @@ class UnsupportedHead(Worded, UnfitModel):
 
     message = (
         "{0}: its logits differ from those of its hidden states and head by up to {1:.3g}, "
-        "which the fused losses do not know: use another model"
+        "which the fused losses do not support: use another model"
     )
 
 
@@ -33,9 +33,8 @@ class UnsupportedRows(Worded, UnfitModel):
     """A model whose states depend on more than what precedes a token in its sequence."""
 
     message = (
-        "{0}: the hidden states of a sequence differ by up to {1:.3g} where more tokens "
-        "follow or a longer sequence is in its microbatch, so it cannot be trained: use "
-        "another model"
+        "{0}: its hidden states change by up to {1:.3g} with later tokens or a "
+        "longer sequence in the microbatch, so it cannot be trained: use another model"
     )
 
 

@@ -92,7 +92,9 @@ def read_sizes(folder: Path) -> ModelSizes:
     if found["model_type"] == "qwen3_moe" and (
         found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1
     ):
-        raise UnknownSizes(str(file), "has layers without experts, counted are those with them")
+        raise UnknownSizes(
+            str(file), "has layers without experts; only layers with experts are counted"
+        )
     experts = {"num_experts": found.get("num_local_experts")}  # as newer files have it
     if found["model_type"] == "gpt_oss":
         experts["moe_intermediate_size"] = found.get("intermediate_size")

@@ -31,6 +31,7 @@ from composer_mesh.planning.host_capacity import (
     threads_key,
 )
 from composer_mesh.planning.memory import GB, SHARED_CODE, in_gb, in_words, total
+from composer_mesh.planning.memory_estimate import PARKED
 
 
 class CannotPlace(ConfigError):
@@ -72,7 +73,9 @@ def _sums(
     yield f"{process.name} needs of its host: {in_words(process.memory.host)}"
     if process.gpus:
         yield f"{process.name} needs of each GPU: {in_words(process.memory.gpu)}"
-        yield _sum("GPUs", processes, lambda one: one.gpus / WHOLE, sum(h.gpus for h in hosts))
+        turn = [one for one in processes if one.turn == process.turn]
+        what = f"GPUs in the turn of {process.turn}" if process.turn else "GPUs"
+        yield _sum(what, turn, lambda one: one.gpus / WHOLE, sum(h.gpus for h in hosts))
     if any(one.cores for one in processes):
         yield _sum("own cores", processes, lambda one: one.cores, sum(h.cores for h in hosts))
     memory = sum(host.memory - SHARED_CODE for host in hosts) / GB
@@ -240,6 +243,28 @@ def crowded(placement: Placement) -> Iterator[str]:
         )
 
 
+def by_turns(placement: Placement) -> Iterator[str]:
+    """Yield what each turn of a colocated run takes of a host's GPUs, and what is pinned for it."""
+    for host in placement.hosts:
+        placed = [one for one in placement.on(host.name) if one.process.turn and one.gpus]
+        if not placed:
+            continue
+        turns = groupby(sorted(placed, key=_turn), _turn)
+        sums = [
+            (turn, sum(one.gpu_bytes * len(one.gpus) for one in group)) for turn, group in turns
+        ]
+        parts = [part for one in placed for part in one.process.memory.host if part.what == PARKED]
+        yield (
+            f"{host.name} shares its GPUs in turns: "
+            f"{', '.join(f'{turn} {in_gb(taken)} GB' for turn, taken in sums)}; "
+            f"{in_gb(total(parts))} GB of its memory are pinned for processes that sleep"
+        )
+
+
+def _turn(placed: Placed) -> str:
+    return placed.process.turn
+
+
 _COMPUTE = ("trainer", "generator", "sdpo_teacher", "reference")
 
 
@@ -367,7 +392,7 @@ def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, Hos
     if len(found) != len(described):
         raise WrongHost(
             f"placement.hosts describes {len(described)} hosts, but there are {len(found)} "
-            f"({', '.join(host.name for host in found) or 'none'}): have one worker for each"
+            f"({', '.join(host.name for host in found) or 'none'}): start one worker for each"
         )
     left = {host.name: host for host in found}
     pairs = {one.name: (one, left.pop(one.name)) for one in described if one.name in left}
@@ -377,7 +402,7 @@ def check_found(config: Config, found: Sequence[HostResources]) -> dict[str, Hos
             host = next(fitting, next(iter(left.values())))
             pairs[one.name] = one, left.pop(host.name)
     for one, host in pairs.values():
-        check_has(one, host, "what is there", "have its worker on such a host")
+        check_has(one, host, "what is there", "start its worker on such a host")
     return {one.name: replace(one, name=pairs[one.name][1].name) for one in described}
 
 
@@ -396,7 +421,7 @@ def check_together(config: Config, hosts: Collection[str | None]) -> None:
     if ssh is not None and ssh.tunnel and len(set(hosts)) > 1:
         raise WrongHost(
             f"the trainer's ranks are on {len(set(hosts))} hosts but cluster.ssh.tunnel is true, "
-            "and what they send each other goes through no tunnel: set placement.trainer.hosts to "
+            "and their traffic uses no tunnel: set placement.trainer.hosts to "
             "one host, or cluster.ssh.tunnel to false"
         )
 

@@ -131,7 +131,9 @@ def _arguments(arguments: Any) -> str:
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
     except (ValueError, RecursionError):
-        raise UnusableMessages("the arguments of a tool call are no JSON: send an object") from None
+        raise UnusableMessages(
+            "the arguments of a tool call are not JSON: send an object"
+        ) from None
     if not isinstance(value, dict):
-        raise UnusableMessages("the arguments of a tool call are no JSON object: send one")
+        raise UnusableMessages("the arguments of a tool call are not a JSON object: send one")
     return json.dumps(value, ensure_ascii=False)

@@ -152,7 +152,7 @@ class OutOfRequests(Worded, BudgetRefusal):
 class UnknownPrice(Worded, BudgetRefusal):
     """The price of a request is unknown, and the budget refuses such requests."""
 
-    message = "nobody says what a request costs, so no ceiling could hold"
+    message = "the cost of a request is unknown, so no ceiling could hold"
 
 
 class SettledTwice(Worded, Exception):

@@ -39,8 +39,8 @@ def _adds_nothing(chat: ChatFormat) -> None:
     if added:
         raise ChatTemplateError(
             f"the tokenizer makes {added} of an empty text without special tokens, so each piece "
-            "of a conversation would begin with them: turn its add_bos_token and add_eos_token "
-            "off, the chat template writes what is needed"
+            "of a conversation would begin with them: turn off its add_bos_token and "
+            "add_eos_token, since the chat template writes what is needed"
         )
 
 
@@ -106,7 +106,7 @@ def _ends_with_the_prompt(
         ) from None
     if hints and ids[len(ids) - len(prompt) :] != prompt:
         raise ChatTemplateError(
-            f"behind {what} the chat template ends with the ids {ids[-len(prompt) :]} but its "
+            f"after {what} the chat template ends with the ids {ids[-len(prompt) :]} but its "
             f"generation prompt alone is {prompt}, so an action has no certain beginning: use a "
             "template that ends every context with one generation prompt, set off by a control "
             "token"
@@ -128,7 +128,7 @@ def _hint_is_one_message(chat: ChatFormat) -> None:
     added = chat.added_by(answered, mark)
     if added is not None and added != frame:
         raise ChatTemplateError(
-            f"the chat template writes a user message as {frame!r} behind a question but as "
-            f"{added!r} behind a tool result, so one hint cannot stand behind both: use a template "
-            "that writes messages alike, or set sdpo.alpha to 0"
+            f"the chat template writes a user message as {frame!r} after a question but as "
+            f"{added!r} after a tool result, so a hint cannot follow both: use a template that "
+            "writes both alike, or set sdpo.alpha to 0"
         )

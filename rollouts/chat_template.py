@@ -266,7 +266,7 @@ class ChatTemplate:
         if not self._writes_system:
             raise ChatTemplateError(
                 "the chat template writes neither tools nor system messages, so the model would "
-                "never read of its tools: use a template that writes one of them"
+                "never see its tools: use a template that writes one of them"
             )
         return placement
 
@@ -281,7 +281,7 @@ class ChatTemplate:
                 f"as {self._styles[0].format.name!r}: use that, or leave it out"
             )
         raise ChatTemplateError(
-            "the chat template writes tool calls in a format that is not known here, so calls of "
+            "the chat template writes tool calls in an unknown format, so calls of "
             "the model would be taken for answers: use another template, or a task without tools"
         )
 

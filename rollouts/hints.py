@@ -56,7 +56,7 @@ class HintTemplates(dict[str, str]):
         """Add a template before a run starts; raise ValueError for a taken key or invalid text."""
         if key in self and not replace:
             raise ValueError(
-                f"hint template {key!r} is there already: pass replace=True, or name another key"
+                f"hint template {key!r} already exists: pass replace=True, or name another key"
             )
         self[key] = checked_template(template)
 

@@ -157,7 +157,7 @@ def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("the content of a message is neither text nor parts")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
-        raise ValueError("the tool_calls of a message are no calls of functions")
+        raise ValueError("the tool_calls of a message are not calls of functions")
     return message
 
 

@@ -289,7 +289,8 @@ class Controller:
     async def _begin(self) -> None:
         """Serve the initial policy of the run; save and evaluate it where that is due."""
         start = self.resume_state.steps
-        if start or self.config.islands.on:  # an island may start from the others' weights
+        # An island may start from the others' weights; processes that share GPUs wait for a turn.
+        if start or self.config.islands.on or self.config.placement.colocate:
             self._window.pulled(await self._syncs.now())
         if self._saves_after(start) and start > self._saved:
             await self._save(start)

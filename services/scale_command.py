@@ -42,7 +42,7 @@ def read_sizes(sizes: Sequence[str]) -> dict[str, int]:
         kind, _, count = size.partition("=")
         if not kind or not count.isdecimal() or kind in wanted:
             raise ControlRefused(
-                f"{size!r} is no KIND=N of a kind not named before: write for example generator=3"
+                f"{size!r} is not KIND=N with a new kind: write for example generator=3"
             )
         wanted[kind] = int(count)
     return wanted

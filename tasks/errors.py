@@ -89,8 +89,8 @@ class TaskProcessEnded(Worded, TaskError):
     """A call of a task's code held the interpreter of its process, or ended that process."""
 
     message = (
-        "{0} {1}: mend that line, run it in a process of its own, or give a long computation more "
-        "time by environment.hang_s"
+        "{0} {1}: correct that line, run it in a process of its own, or give a long computation "
+        "more time by environment.hang_s"
     )
 
 

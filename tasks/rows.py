@@ -205,7 +205,7 @@ def _parquet(path: Path) -> Iterable[Any]:
     try:
         return list(pyarrow.parquet.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
-        raise UnusableTask(f"{path} is no Parquet file: {error}") from error
+        raise UnusableTask(f"{path} is not a Parquet file: {error}") from error
 
 
 def _dataset(path: Path) -> Iterable[Any]:
@@ -213,7 +213,7 @@ def _dataset(path: Path) -> Iterable[Any]:
     try:
         found = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        raise UnusableTask(f"{path} is no folder of datasets.save_to_disk: {error}") from error
+        raise UnusableTask(f"{path} is not a folder of datasets.save_to_disk: {error}") from error
     return _labelled(found) if isinstance(found, datasets.DatasetDict) else list(found)
 
 
@@ -232,7 +232,7 @@ def hub_rows(named: str) -> Sequence[Any]:
     """
     datasets, found = _datasets(f"{named} is the id of a dataset"), HubId.parse(named)
     if found is None:
-        raise UnusableTask(f"{named} is no id of a dataset: write ORG/NAME or ORG/NAME:CONFIG")
+        raise UnusableTask(f"{named} is not an id of a dataset: write ORG/NAME or ORG/NAME:CONFIG")
     config, revision = found.part or None, found.revision or None
     try:
         splits = datasets.load_dataset(found.repo, config, revision=revision)

@@ -123,13 +123,13 @@ class Task:
         known = self.settings.judges
         if known is not None and name not in known:
             raise UnusableTask(
-                f"task {self.name!r} asks judge {name!r}, but the config has "
+                f"task {self.name!r} queries judge {name!r}, but the config has "
                 f"{', '.join(known) or 'no judge'}: add it under [[judges.models]]"
             )
         if self.judges is None:
             raise UnusableTask(
-                f"task {self.name!r} asks judge {name!r}, but nothing here asks judges: use a "
-                "config with [[judges.models]], or set the task's `judges` in a test"
+                f"task {self.name!r} queries judge {name!r}, but no judges are available here: use "
+                "a config with [[judges.models]], or set the task's `judges` in a test"
             )
         return Judge(name, self.judges, self.settings.judge_answers)
 

@@ -117,7 +117,7 @@ class TaskLoop:
             if running.exception() is not None and self.abandoned >= MOST_ABANDONED:
                 raise TooManyBlocked(
                     f"{self.abandoned} plain functions of the task did not return within "
-                    "their limit and hold their threads: give what they wait for a timeout"
+                    "their limit and hold their threads: add a timeout to what they wait for"
                 ) from running.exception()
             return running.result()
         raise self._ended(thread, work)

@@ -354,7 +354,7 @@ def _tool(server: McpServer, tool: McpTool) -> ExternalTool:
         parameters = json.loads(tool.parameters)
     except ValueError as error:
         raise UnusableTask(
-            f"parameters of tool {tool.name!r} of the MCP server {server.name!r} are no JSON "
+            f"parameters of tool {tool.name!r} of the MCP server {server.name!r} are not JSON "
             f"({error}): remove environment.mcp.*.tools, which the run writes"
         ) from None
     if not isinstance(parameters, dict):

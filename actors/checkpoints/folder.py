@@ -38,8 +38,8 @@ class UnreadableCheckpoint(Worded, RuntimeError):
     """A checkpoint that training cannot resume from: its folder and the reason."""
 
     message = (
-        "the checkpoint {0} cannot be read ({1}): move it away, and the run begins again from the "
-        "one before it"
+        "the checkpoint {0} cannot be read ({1}): move it away, and the run restarts from "
+        "the one before it"
     )
 
 
@@ -47,8 +47,8 @@ class CheckpointFailed(Worded, RuntimeError):
     """A checkpoint that could not be written: its folder and the reason."""
 
     message = (
-        "the checkpoint {0} could not be written ({1}): make room for it and continue with "
-        "--resume, which begins at the one before it"
+        "the checkpoint {0} could not be written ({1}): free space for it and continue "
+        "with --resume, which starts from the one before it"
     )
 
 

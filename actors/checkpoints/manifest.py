@@ -83,7 +83,7 @@ def _inside(name: str) -> str:
     """Return a path that stays inside the checkpoint's folder; raises ValueError for others."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name.isprintable():
-        raise ValueError(f"it names {name[:80]!r}, which is no file of a checkpoint")
+        raise ValueError(f"it names {name[:80]!r}, which is not a file of a checkpoint")
     return name
 
 

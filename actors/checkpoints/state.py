@@ -182,7 +182,7 @@ def _figures(file: Path) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     if type(version) is not int or version < 0:
         raise ValueError(f"version is {str(version)[:40]} but is a number of steps")
     if not isinstance(figures, dict) or not isinstance(rng, list):
-        raise ValueError("figures is no table or rng is no list")
+        raise ValueError("figures is not a table or rng is not a list")
     return version, figures, rng
 
 
@@ -201,24 +201,32 @@ Export = Callable[[Path, dict[str, Tensor]], None]
 class CheckpointWriter:
     """Writes one checkpoint at a time: `copy`, then `write`; collective over all ranks."""
 
+    reuses_stager: bool = torch.__version__ >= (2, 13)
+    """Older ones close a stager after its first copy (pytorch/pytorch issue 183413)."""
+
     def __init__(self, ranks: Ranks, export: Export | None, adapters: Export | None = None) -> None:
         """`export` is None on ranks that write no model folder, `adapters` where there are none."""
+        self._ranks, self._export, self._adapters = ranks, export, adapters
+        self._stager = self._new_stager()
+        self._copied: TrainingState | None = None
+
+    def _new_stager(self) -> Any:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        fast = ranks.device.type == "cuda"
+        fast = self._ranks.device.type == "cuda"
         options = StagingOptions(
             use_pinned_memory=fast,
             use_shared_memory=False,
             use_async_staging=False,
             use_non_blocking_copy=fast,
         )
-        self._ranks, self._export, self._adapters = ranks, export, adapters
-        self._stager = DefaultStager(options)
-        self._copied: TrainingState | None = None
+        return DefaultStager(options)
 
     def copy(self, state: TrainingState) -> None:
         """Copy a state, which may change afterwards."""
-        tensors: Any = self._stager.stage(dict(state.tensors))
+        if self._copied is not None and not self.reuses_stager:
+            self._stager = self._new_stager()
+        tensors = self._stager.stage(dict(state.tensors))
         self._copied = TrainingState(state.version, tensors, state.figures, state.rng)
         made_progress("the copy of a checkpoint's state")
 
@@ -300,7 +308,7 @@ class TensorsOnly(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
         del value
         name = read_item.dest_index.fqn
-        raise ValueError(f"{name} is no tensor: a checkpoint holds only tensors")
+        raise ValueError(f"{name} is not a tensor: a checkpoint holds only tensors")
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
@@ -373,7 +381,7 @@ def _check_files(folder: Path) -> None:
 def _check_rows(name: str, about: Any) -> None:
     """Refuse a tensor of which some part is in no file, or in several."""
     if not isinstance(about, TensorStorageMetadata):
-        raise ValueError(f"{name} is no tensor: a checkpoint holds only tensors")
+        raise ValueError(f"{name} is not a tensor: a checkpoint holds only tensors")
     held = sum(math.prod(chunk.sizes) for chunk in about.chunks)
     if held != math.prod(about.size):
         raise ValueError(f"the files hold {held} numbers of {name}, whose shape is {[*about.size]}")

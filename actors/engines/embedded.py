@@ -6,9 +6,10 @@ requests continue with a recomputed cache, so that each token's log-prob is exac
 version it is labelled with. No threads, no messaging.
 """
 
+import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composer_mesh.actors.engines.embedded_decode import Capture, CudaGraphs, DecodeSteps
 from composer_mesh.actors.engines.embedded_forward import ForwardLayout, PackedForward, TokenRun
 from composer_mesh.actors.engines.embedded_requests import (
     JoiningRows,
     LongPrompt,
     PromptLimits,
     RunningRequest,
-    sample,
+    SamplingRows,
+    on_host,
+    sampled,
 )
+from composer_mesh.actors.engines.fp8 import load_weights, quantize_model
 from composer_mesh.actors.engines.kv_cache import Found, Ids, PrefixCache, RowCache, States
 from composer_mesh.actors.engines.loop import OpenRequests
 from composer_mesh.actors.engines.port import (
@@ -35,15 +40,22 @@ from composer_mesh.actors.engines.port import (
     refuse_too_long,
     refuse_unknown_experts,
 )
+from composer_mesh.actors.models.device_memory import DeviceMemory
 from composer_mesh.actors.models.expert_routing import choices_of, routers_of
 from composer_mesh.actors.models.lora import adapter_weights, add_adapters
 from composer_mesh.actors.models.policy import converted, load_model
+from composer_mesh.actors.models.sharding import stored_weights
 from composer_mesh.actors.models.trained_model import route_experts
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.device import own_device
 from composer_mesh.mesh.weights.manifest import UPDATED
 from composer_mesh.rollouts.generation import GenerationRequest
 from composer_mesh.rollouts.traces import ExpertChoices, StopReason
+
+logger = logging.getLogger(__name__)
+
+STEPS_BETWEEN_PROMPTS = 8
+"""Captured decode steps after a forward with prompts before other prompts are admitted."""
 
 
 class EmbeddedEngine:
@@ -72,18 +84,23 @@ class EmbeddedEngine:
         *,
         prefix_tokens: int | None = None,
         prompt_limits: PromptLimits | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self._model, self._rows, self._length = model, rows, length
         self.version = version
         self.prompt_tokens = PromptTokens()
         self._open: OpenRequests[RunningRequest] = OpenRequests()
+        self._rested = 0
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
         self._long: LongPrompt[RunningRequest] | None = None
         self._dropping = False
-        self._cache = RowCache(model.config.get_text_config().num_hidden_layers, rows, length)
+        layers = model.config.get_text_config().num_hidden_layers
+        self._cache = RowCache(layers, rows + (capture is not None), length)
         self._forward = PackedForward(model, self._cache, version)
+        self._decode = DecodeSteps(model, self._forward, self._cache, rows, capture)
         self._device, self._tells_experts = self._forward.device, routers_of(model) > 0
+        self._memory = DeviceMemory(self._device)
         self._limits = prompt_limits or PromptLimits.of(model)
         capacity = rows * length if prefix_tokens is None else prefix_tokens
         self._held = PrefixCache(self._cache, rows, length, capacity)
@@ -141,19 +158,43 @@ class EmbeddedEngine:
         decoding = len(self._running)
         joining = self._admit()
         sampled = len(self._running)
-        if sampled or joining.runs:
+        if joining.runs:
             logits = self._logits(decoding, joining)
         if sampled:
-            self._sample(logits)
+            self._append(*(self._sample(logits) if joining.runs else self._decoded()))
             self._answer()
         return sampled
 
     @torch.inference_mode()
     def swap(self, weights: VersionedWeights) -> None:
         """Load new weights and recompute the cache of running requests."""
-        weights.apply(self._model)
+        load_weights(self._model, weights)
+        self._decode.check_addresses()
         self.version = weights.version
         self._held.drop()
+        self._compute_again()
+
+    def sleep(self, replaced: Collection[str]) -> None:
+        """Free the memory of weights and keys; keep on the host all but the `replaced` weights."""
+        self._held.drop()
+        self._cache.free()
+        weights = stored_weights(self._model)
+        new = [one for name, one in weights.items() if name in replaced]
+        ids = set(map(id, new))
+        kept = [one for one in weights.values() if id(one) not in ids]
+        self._memory.release(kept, replaced=new)
+
+    @torch.inference_mode()
+    def wake(self, weights: VersionedWeights | None) -> None:
+        """Serve again, with these weights if given; recompute the cache of running requests."""
+        self._memory.restore()
+        if weights is None:
+            self._compute_again()
+        else:
+            self.swap(weights)
+
+    def _compute_again(self) -> None:
+        """Compute the keys of running requests, where none are kept."""
         if self._long is not None:
             self.prompt_tokens.computed += self._long.computed
             self._long.computed = 0
@@ -189,12 +230,17 @@ class EmbeddedEngine:
         """Assign rows to waiting requests, up to the row and token limits of one forward.
 
         A prompt that begins like one of this forward waits for the next, which can reuse its keys.
+        Where decode steps are captured, prompts that come after a forward with all prompts that
+        there were wait for `STEPS_BETWEEN_PROMPTS` of them: a forward with prompts is not captured,
+        and takes as long as several.
         """
         joining, later = JoiningRows(), list[RunningRequest]()
         if self._long is not None and not self._long.rests(bool(self._running)):
             self._go_on(self._long, joining)
+        gathering = self._decode.captures and self._running and self._rested < STEPS_BETWEEN_PROMPTS
         while (
             self._waiting
+            and not gathering
             and len(self._running) + (self._long is not None) < self._rows
             and joining.tokens < self._limits.at_once
             and len(later) < self._rows
@@ -203,6 +249,9 @@ class EmbeddedEngine:
             if not (new.aborted or self._join(new, joining)):
                 later.append(new)
         self._waiting.extendleft(reversed(later))
+        if joining.runs:
+            more = later or joining.tokens >= self._limits.at_once
+            self._rested = STEPS_BETWEEN_PROMPTS if more else 0
         return joining
 
     def _join(self, new: RunningRequest, joining: JoiningRows) -> bool:
@@ -309,18 +358,23 @@ class EmbeddedEngine:
         longest = int(known.max()) if decoding else 0
         ragged = decoding > 0 and int(known.min()) < longest
         plan = ForwardLayout(self._cache, decoding, runs, positions, longest, ragged)
-        kept = torch.tensor(keep, dtype=torch.long, device=self._device) if runs else None
+        kept = torch.tensor(keep, dtype=torch.long, device=self._device)
         return self._forward(plan, tokens, kept)
 
-    def _sample(self, logits: Tensor) -> None:
-        """Sample one token per row by inverse transform sampling with the request's own draw."""
-        rows = self._running
-        temperatures = [running.request.temperature for running in rows]
-        draws = [running.draws[len(running.token_ids)] for running in rows]
-        truncations = [running.request.truncation for running in rows]
-        tokens, logprobs = sample(logits, temperatures, draws, truncations)
+    def _decoded(self) -> tuple[list[int], list[float]]:
+        """Run a decode step of all running rows; return the next id and its log-prob of each."""
+        rows = len(self._running)
+        self._rested += 1
+        return self._decode(self._running, self._held.newest(rows), self._held.known[:rows])
+
+    def _sample(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Return what was sampled of logits `[running, V]`, with the requests' own draws."""
+        rows = SamplingRows.of(self._running, logits.device)
+        return on_host(sampled(logits, rows))
+
+    def _append(self, tokens: list[int], logprobs: list[float]) -> None:
         self._held.append(tokens)
-        for running, token, logprob in zip(rows, tokens, logprobs, strict=True):
+        for running, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             running.token_ids.append(token)
             running.logprobs.append(logprob)
             running.versions.append(self.version)
@@ -374,9 +428,27 @@ def start(config: Config, folder: Path) -> EmbeddedEngine:
         setattr(model.requires_grad_(False), UPDATED, set(adapter_weights(model)))
     moe = config.trainer.moe
     route_experts(model, moe, dtype, moe.router_replay, like=lambda: model)
+    if config.generator.quantization == "fp8":
+        quantize_model(model)
     return EmbeddedEngine(
         model,
         config.generator.max_concurrent,
         config.policy.max_context,
         prefix_tokens=config.generator.prefix_tokens,
+        capture=_capture_of(model, config.generator.cuda_graphs),
     )
+
+
+def _capture_of(model: Any, wanted: bool | None) -> CudaGraphs | None:
+    """Return what captures decode steps, None where they are launched one by one."""
+    if model.device.type != "cuda":
+        if wanted:
+            raise ValueError(
+                "generator.cuda_graphs is true, but this generator has no GPU: set "
+                "placement.generator.gpus, or leave generator.cuda_graphs out"
+            )
+        return None
+    if wanted is None and routers_of(model):
+        logger.info("decode steps of a mixture of experts are not captured as CUDA graphs")
+        return None
+    return None if wanted is False else CudaGraphs()

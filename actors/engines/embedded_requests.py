@@ -1,6 +1,7 @@
 """The requests of the embedded engine: those that run, and those that join them in a step.
 
-Samples one token per row from the distribution whose log-prob is reported. Stateless.
+Samples one token per row from the distribution whose log-prob is reported, on the device of its
+logits. Stateless.
 
 How much of a long prompt one forward computes, so that others decode meanwhile.
 
@@ -20,61 +21,101 @@ from torch import Tensor
 from composer_mesh.actors.engines.embedded_forward import TokenRun
 from composer_mesh.actors.engines.kv_cache import Ids
 from composer_mesh.actors.engines.port import Admitted, ResultCallback
-from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult, Truncation
+from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import ExpertChoices, StopReason
 
 
-def sample(
-    logits: Tensor,
-    temperatures: Sequence[float],
-    draws: Sequence[float],
-    truncations: Sequence[Truncation] = (),
-) -> tuple[list[int], list[float]]:
-    """Return token ids and log-probs for float32 logits `[rows, V]`; temperature 0 is greedy.
+@dataclass(frozen=True, slots=True)
+class SamplingKind:
+    """Which parts of sampling a batch needs, as known before its logits are computed."""
 
-    A draw in [0, 1) picks the token at which the cumulative distribution passes it, so that a token
-    depends on its own row only. Greedy log-probs are those of temperature 1, of all tokens. A row
-    whose logits are not finite has the log-prob NaN, and an id without a meaning.
+    tempered: bool
+    """Some temperature is neither 0 nor 1."""
+    greedy: bool
+    """Some temperature is 0."""
+    truncated: bool
+    """Some sampled row leaves tokens out."""
+
+    @classmethod
+    def of(cls, running: Sequence[RunningRequest]) -> SamplingKind:
+        """Return what running requests need."""
+        asked = [one.request for one in running]
+        return cls(
+            any(one.temperature not in (0, 1) for one in asked),
+            any(one.temperature == 0 for one in asked),
+            any(one.temperature and one.truncation != WHOLE for one in asked),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of a batch is sampled: `values` are float64 `[5, rows]`, where logits are.
+
+    They are draws in [0, 1), temperatures, and `top_p`, `top_k` and `min_p` of its truncation.
     """
-    if any(temperature not in (0, 1) for temperature in temperatures):
-        divisors = [temperature or 1.0 for temperature in temperatures]
-        logits = logits / torch.tensor(divisors, device=logits.device)[:, None]
-    if any(truncation != WHOLE for truncation in truncations):
-        rows = zip(logits, temperatures, truncations, strict=True)
-        logits = torch.stack([truncated(row, cut) if heat else row for row, heat, cut in rows])
+
+    values: Tensor
+    kind: SamplingKind
+
+    @classmethod
+    def of(cls, running: Sequence[RunningRequest], device: torch.device) -> SamplingRows:
+        """Return those of the next tokens of running requests, by one copy to a device."""
+        columns = torch.tensor([one.sampling for one in running], dtype=torch.float64)
+        return cls(columns.T.contiguous().to(device), SamplingKind.of(running))
+
+
+def on_host(tokens_and_logprobs: Tensor) -> tuple[list[int], list[float]]:
+    """Return ids and log-probs of what `sampled` returned, by one copy, which waits for it."""
+    tokens, logprobs = tokens_and_logprobs.cpu()
+    return tokens.long().tolist(), logprobs.tolist()
+
+
+def sampled(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Return token ids and log-probs, float64 `[2, rows]`, for float32 logits `[rows, V]`.
+
+    A draw picks the token at which the cumulative distribution passes it, so that a token depends
+    on its own row only. Temperature 0 is greedy; its log-probs are those of temperature 1, of all
+    tokens. A row whose logits are not finite has the log-prob NaN, and an id without a meaning.
+    Nothing depends on values on the host: it may be captured.
+    """
+    draws, temperatures, *cuts = rows.values[:, :, None].unbind()
+    greedy = temperatures == 0
+    if rows.kind.tempered:
+        logits = logits / temperatures.masked_fill(greedy, 1.0).float()
+    if rows.kind.truncated:
+        logits = torch.where(greedy, logits, truncated(logits, *cuts))
     logprobs = torch.log_softmax(logits, -1)
     cumulative = logprobs.exp().cumsum(-1)
     total = cumulative[:, -1:]
-    sought = torch.tensor(draws, device=logits.device)[:, None] * total
+    sought = draws.float() * total
     # Rounding may reach the total itself, which no token passes.
     below = torch.nextafter(total, torch.zeros_like(total))
     picked = torch.searchsorted(cumulative, torch.minimum(sought, below), right=True)
     picked = picked.clamp(max=logits.shape[-1] - 1)  # NaN is found nowhere
-    if 0 in temperatures:
-        greedy = torch.tensor([temperature == 0 for temperature in temperatures])
-        picked = torch.where(
-            greedy.to(logits.device)[:, None], logits.argmax(-1, keepdim=True), picked
-        )
+    if rows.kind.greedy:
+        picked = torch.where(greedy, logits.argmax(-1, keepdim=True), picked)
     chosen = logprobs.gather(-1, picked)
-    return picked[:, 0].tolist(), chosen[:, 0].tolist()
+    return torch.stack([picked[:, 0].double(), chosen[:, 0].double()])
 
 
-def truncated(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Return logits `[V]` in which tokens that may not be sampled are -inf, as vLLM's are.
+def truncated(logits: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Return logits `[rows, V]` in which tokens that may not be sampled are -inf, as vLLM's are.
 
-    Tokens that are as probable as the last of the `top_k` stay too.
+    The limits are float64 `[rows, 1]`, those of `Truncation`. Tokens that are as probable as the
+    last of the `top_k` stay too.
     """
-    if truncation.min_p:
-        least = logits.max() + math.log(truncation.min_p)
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if 0 < truncation.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(truncation.top_k).values[-1], -torch.inf)
-    if truncation.top_p < 1:
-        ascending, places = logits.sort()
-        outside = ascending.softmax(-1).cumsum(-1) <= 1 - truncation.top_p
-        outside[-1] = False
-        logits = logits.masked_fill(outside[places.argsort()], -torch.inf)
-    return logits
+    words = logits.shape[-1]
+    # A row that is not finite keeps its mark: no comparison with NaN is true.
+    least = logits.amax(-1, keepdim=True) + min_p.log().float()
+    logits = logits.masked_fill(logits < least, -torch.inf)
+    ascending, places = logits.sort()
+    last = torch.where(top_k == 0, words, top_k.clamp(max=words)).long()
+    kept = ascending.gather(-1, words - last)
+    logits = logits.masked_fill(logits < kept, -torch.inf)
+    ascending = ascending.masked_fill(ascending < kept, -torch.inf)
+    outside = (ascending.softmax(-1).cumsum(-1) <= (1 - top_p).float()) & (top_p < 1)
+    outside[:, -1] = False
+    return logits.masked_fill(torch.zeros_like(outside).scatter(-1, places, outside), -torch.inf)
 
 
 T = TypeVar("T")
@@ -177,6 +218,13 @@ class RunningRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: ExpertChoices | None = None
+
+    @property
+    def sampling(self) -> tuple[float, ...]:
+        """How its next token is sampled: a column of `SamplingRows`."""
+        cut = self.request.truncation
+        draw = self.draws[len(self.token_ids)]
+        return draw, self.request.temperature, cut.top_p, cut.top_k, cut.min_p
 
     @property
     def finished(self) -> StopReason | None:

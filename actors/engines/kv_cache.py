@@ -197,6 +197,11 @@ class RowCache:
         self._aimed = torch.zeros(2, 0, dtype=torch.long)
         self._flat: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys, values and in a mixture experts of all rows; none before the first write."""
+        return self._whole
+
     def aim(self, rows_and_positions: Tensor) -> None:
         """Set where the tokens of the next forward go: `[2, tokens]`, on the model's device."""
         self._aimed, self._flat = rows_and_positions, None
@@ -236,6 +241,10 @@ class RowCache:
     def experts(self, row: int, start: int, end: int) -> Tensor:
         """Return the experts of a row's tokens, `[end - start, layers, per_token]`, on the CPU."""
         return self._whole[-1][:, row, 0, start:end].transpose(0, 1).cpu()
+
+    def free(self) -> None:
+        """Free the memory of all rows, which are allocated again by the next write."""
+        self._whole, self._by_layer, self._flat = (), [], None
 
     def clear(self, row: int) -> None:
         """Set a row to zeros; masked positions with NaN would make all attention over them NaN."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, TypeVar
@@ -147,6 +147,16 @@ class EngineThread:
         self._pool.shutdown(wait=False)
 
 
+@dataclass(frozen=True)
+class _Change:
+    """What is done with an engine between two steps, and whether it then sleeps."""
+
+    work: Callable[[], None]
+    what: str
+    asleep: bool
+    done: asyncio.Future[None]
+
+
 class EngineLoop:
     """Makes a stepped engine awaitable. `serve` must be running.
 
@@ -159,7 +169,9 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._answers: dict[str, Answer] = {}
         self._finished: list[tuple[Answer, GenerationResult | RequestAborted]] = []
-        self._staged: tuple[VersionedWeights, asyncio.Future[None]] | None = None
+        self._staged: _Change | None = None
+        self.asleep = False
+        """Whether the engine has no memory on its device: requests wait."""
         self._closing = False
         self._progress = 0
         """Number of steps and swaps so far."""
@@ -242,7 +254,7 @@ class EngineLoop:
 
     def _expire(self, request: GenerationRequest, answer: Answer, progress: int) -> None:
         """Abort a request if the engine has done nothing since its clock was started."""
-        if self._progress != progress:
+        if self.asleep or self._progress != progress:
             self._start_deadline(request, answer)
         elif request.deadline_s is not None and not answer.done():
             self._abort(DecodingDeadlineExceeded(request.request_id, request.deadline_s))
@@ -258,9 +270,26 @@ class EngineLoop:
                 answer.set_result(result)
 
     async def swap(self, weights: VersionedWeights) -> None:
-        """Serve other weights. Waits for the running step; one call at a time."""
+        """Serve other weights. Waits for the running step.
+
+        One call of this, `sleep` and `wake` at a time.
+        """
+        swap = functools.partial(self.engine.swap, weights)
+        await self._between_steps(swap, "new weights to decode with", asleep=False)
+
+    async def sleep(self, replaced: Collection[str] = ()) -> None:
+        """Free the engine's device memory, as its `sleep` does. Waits for the running step."""
+        sleep = functools.partial(self.engine.sleep, replaced)
+        await self._between_steps(sleep, "an engine that sleeps", asleep=True)
+
+    async def wake(self, weights: VersionedWeights | None = None) -> None:
+        """Serve again after `sleep`, with these weights if given."""
+        wake = functools.partial(self.engine.wake, weights)
+        await self._between_steps(wake, "an engine that is awake", asleep=False)
+
+    async def _between_steps(self, work: Callable[[], None], what: str, *, asleep: bool) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._staged = (weights, done)
+        self._staged = _Change(work, what, asleep, done)
         self._wake.set()
         await done
 
@@ -272,7 +301,7 @@ class EngineLoop:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self.engine.busy or self._staged is not None:
+            while (self.engine.busy and not self.asleep) or self._staged is not None:
                 await self._turn()
 
     async def close(self) -> None:
@@ -281,16 +310,17 @@ class EngineLoop:
         await self._thread.run(self.engine.close)
 
     async def _turn(self) -> None:
-        """Swap in new weights, or decode until there are some or nothing is left to do."""
+        """Do what is to be done between steps, or decode until there is some or nothing is left."""
         if self._staged is None:
             await self._thread.run(self._decode, asyncio.get_running_loop())
             return
-        (weights, done), self._staged = self._staged, None
-        await self._thread.run(self.engine.swap, weights)
+        change, self._staged = self._staged, None
+        await self._thread.run(change.work)
+        self.asleep = change.asleep
         self._progress += 1
-        made_progress("new weights to decode with")
-        if not done.done():
-            done.set_result(None)
+        made_progress(change.what)
+        if not change.done.done():
+            change.done.set_result(None)
 
     def _decode(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step while there is work and no swap is waiting; deliver answers after each step.

@@ -1,6 +1,6 @@
 """The engine interface, as the generator actor needs it. Independent of any engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -22,7 +22,7 @@ class RequestTooLong(ValueError):
 class DuplicateRequest(Worded, ValueError):
     """A request with the id of one that is not answered yet: its id."""
 
-    message = "{0} is under way already: abort it before it is submitted again"
+    message = "{0} is already running: abort it before it is submitted again"
 
 
 class RequestAborted(Worded, RuntimeError):
@@ -48,8 +48,8 @@ class LogitsNotFinite(RequestAborted):
     failure_class: ClassVar[str] = "code"
 
     message = (
-        "logits are not finite at version {1}, in {0}: sample from weights that have not diverged, "
-        "which a lower learning rate gives"
+        "logits are not finite at version {1}, in {0}: sample from weights that have not "
+        "diverged, for example with a lower learning rate"
     )
 
 
@@ -141,6 +141,15 @@ class GenerationEngine(Protocol):
     def swap(self, weights: VersionedWeights) -> None:
         """Serve other weights from the next step on; running requests continue."""
 
+    def sleep(self, replaced: Collection[str]) -> None:
+        """Free the device's memory until `wake`; running requests wait. Nothing steps meanwhile.
+
+        `wake` will bring the weights with the `replaced` names anew.
+        """
+
+    def wake(self, weights: VersionedWeights | None) -> None:
+        """Serve again, with these weights if given; running requests continue."""
+
     def close(self) -> None:
         """Free memory and processes."""
 
@@ -149,7 +158,7 @@ class ExpertsUnknown(Worded, ValueError):
     """A request for the experts of a model in which they are not read: its id."""
 
     message = (
-        "{0} asks for the experts of its tokens, which this engine does not read: serve a "
+        "{0} requests the experts of its tokens, which this engine does not report: serve a "
         "mixture with trainer.moe.router_replay, or leave experts_from out"
     )
 
@@ -166,7 +175,7 @@ def refuse_unknown_experts(request: GenerationRequest, known: bool) -> None:
         raise ExpertsUnknown(request.request_id)
     if not 0 <= start < prompt:
         raise ValueError(
-            f"{request.request_id} asks for experts from position {start} on, but its prompt has "
+            f"{request.request_id} requests experts from position {start} on, but its prompt has "
             f"{prompt} tokens: set experts_from from 0 to {prompt - 1}"
         )
 
@@ -187,4 +196,11 @@ def make_engine(config: Config, folder: Path) -> GenerationEngine:
 
     Each engine is imported only where it is chosen.
     """
-    return plugins.load("engines", config.generator.engine)(config, folder)
+    engine: GenerationEngine = plugins.load("engines", config.generator.engine)(config, folder)
+    if config.placement.colocate and not hasattr(engine, "sleep"):
+        raise ValueError(
+            f"placement.colocate is true but generator.engine is {config.generator.engine!r}, "
+            "which has no methods sleep and wake: add them, take another engine, or set "
+            "placement.colocate to false"
+        )
+    return engine

@@ -6,7 +6,7 @@ object that steps like vLLM's `LLMEngine`.
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -153,12 +153,31 @@ class VllmEngine:
     def swap(self, weights: VersionedWeights) -> None:
         """Load new weights and invalidate everything cached with the old ones."""
         self._update(weights)
+        self._forget_keys(f"under the weights of version {weights.version}")
+        self._label(weights.version)
+
+    def _forget_keys(self, when: str) -> None:
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineFault(
-                f"vLLM kept cached keys and values of version {self.version} under the weights of "
-                f"version {weights.version}: its answers would belong to neither"
+                f"vLLM kept cached keys and values of version {self.version} {when}: its answers "
+                "would belong to neither"
             )
-        self._label(weights.version)
+
+    def sleep(self, _: Collection[str]) -> None:
+        """Let vLLM move its weights to the host and free its cache; running requests wait.
+
+        Its scheduler is not involved: nothing is stepped while it sleeps.
+        """
+        self._forget_keys("while it sleeps")
+        self._llm.model_executor.sleep(level=1)
+
+    def wake(self, weights: VersionedWeights | None) -> None:
+        """Serve again, with these weights if given, which are there before the cache is."""
+        self._llm.model_executor.wake_up(tags=["weights"])
+        if weights is not None:
+            self._update(weights)
+            self._label(weights.version)
+        self._llm.model_executor.wake_up(tags=["kv_cache"])
 
     def close(self) -> None:
         """Shut down workers in other processes; everything else ends with this process."""

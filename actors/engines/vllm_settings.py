@@ -197,9 +197,12 @@ def engine_arguments(config: Config, folder: Path, states: bool = False) -> dict
         # Undoing a draw for a partial prompt ends the engine where generators have no offset.
         "enable_chunked_prefill": not on_cpu,
         "disable_log_stats": True,
+        "enable_sleep_mode": config.placement.colocate,
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
     }
+    if generator.quantization != "none":
+        arguments["quantization"] = generator.quantization
     if not on_cpu:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization * own_gpu_share()
     return arguments | vllm.engine_args
@@ -268,7 +271,8 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         repair = f"did you mean {near[0]}?" if near else "remove it"
         raise VllmUnavailable(
-            f"generator.vllm.engine_args.{name} is no argument of this vLLM's EngineArgs: {repair}"
+            f"generator.vllm.engine_args.{name} is not an argument of this vLLM's EngineArgs: "
+            f"{repair}"
         )
 
 
@@ -295,6 +299,7 @@ def check_vllm_fits(config: Config) -> None:
     _check_cache(shape, config)
     if flavour_of(config) == "cpu":
         _check_head_dim(shape.head_dim)
+        _check_quantization(config)
 
 
 def check_vllm_installed(config: Config, version_of: Version = installed_version) -> None:
@@ -313,6 +318,15 @@ def check_vllm_installed(config: Config, version_of: Version = installed_version
     if found == "cpu":
         refuse_without_numa()
     refuse_unknown(config.generator.vllm.engine_args, engine_argument_names())
+
+
+def _check_quantization(config: Config) -> None:
+    if config.generator.quantization != "none":
+        raise VllmUnavailable(
+            f"generator.quantization is {config.generator.quantization!r}, which vLLM serves on "
+            "GPUs only: set placement.generator.gpus, generator.engine to 'embedded', or "
+            "generator.quantization to 'none'"
+        )
 
 
 def _check_head_dim(head_dim: int) -> None:
@@ -339,7 +353,7 @@ def _check_experts(config: Config) -> None:
         (
             on_cpu and vllm.enforce_eager is False,
             "enforce_eager is false",
-            "on a CPU compiled layers tell no experts",
+            "on a CPU compiled layers report no experts",
             "set it to true",
         ),
         (

@@ -127,7 +127,7 @@ def refuse_without_experts(version: str, sampling: Any) -> None:
     if not hasattr(sampling, PROMPT_START):
         raise VllmUnavailable(
             f"trainer.moe.router_replay is true but vLLM {version} has no "
-            f"SamplingParams.{PROMPT_START} and cannot tell the experts of a part of a request: "
+            f"SamplingParams.{PROMPT_START} and cannot report the experts of a part of a request: "
             "install vLLM 0.32.0, or set router_replay to false"
         )
 

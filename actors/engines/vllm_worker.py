@@ -140,7 +140,7 @@ class ExpertsNotNoted(Worded, RuntimeError):
     """Experts that a worker cannot note, or has not noted: what, and why."""
 
     message = (
-        "{0}: {1}, so vLLM on a CPU cannot tell its choices of experts: set "
+        "{0}: {1}, so vLLM on a CPU cannot report its choices of experts: set "
         "trainer.moe.router_replay to false, or generator.engine to 'embedded'"
     )
 

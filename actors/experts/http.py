@@ -231,7 +231,7 @@ def _complete(panel: ExpertPanel, model: str, messages: list[Message]) -> dict[s
     except UnknownExpert as unknown:
         raise Refusal(HTTPStatus.NOT_FOUND, str(unknown), "model_not_found") from None
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as problem:
-        raise _bad(f"the messages are no episode of this task ({problem}): send one") from None
+        raise _bad(f"the messages are not an episode of this task ({problem}): send one") from None
     except BaseException as error:
         if is_interrupt(error):
             raise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.checkpoints.state import (
@@ -27,11 +27,12 @@ from composer_mesh.actors.learning.running_call import RunningCall
 from composer_mesh.actors.learning.step import OptimizerStep
 from composer_mesh.actors.learning.update_pass import TeacherOutputSource
 from composer_mesh.actors.models.backend import make_backend
+from composer_mesh.actors.models.device_memory import DeviceMemory
 from composer_mesh.actors.models.lora import AdapterFolder, restore_adapters
 from composer_mesh.actors.models.optimizer_state import StoredOptimizerState, check_weights
 from composer_mesh.actors.models.policy import ModelFolder
 from composer_mesh.actors.models.ranks import Division, Ranks
-from composer_mesh.actors.models.sharding import distinct, own_weights
+from composer_mesh.actors.models.sharding import distinct, own_weights, release, stored_weights
 from composer_mesh.actors.models.trained_model import frozen_model
 from composer_mesh.actors.teacher_outputs.sources import InlineSource
 from composer_mesh.actors.teacher_outputs.teaching import (
@@ -86,6 +87,7 @@ class Learner:
         reference = None
         if config.loss.needs_reference:
             reference = self._initial(folder, config.trainer.frozen_dtype)
+        self._memory, self._reference = DeviceMemory(ranks.device), reference
         optimizers = self._backend.optimizers
         self.step = OptimizerStep(self.model, reference, config, ranks, custom, optimizers)
         export = ModelFolder(folder) if ranks.rank == 0 else None
@@ -155,6 +157,7 @@ class Learner:
 
         Raises ValueError for a batch of another version, such as one that was trained already.
         """
+        self._memory.check("a step")
         batch.check_trains(self.version)
         metrics = self.step.run(batch, source, before_update)
         if self._island is not None:
@@ -163,6 +166,31 @@ class Learner:
         if self._teacher is not None:
             self._teacher.absorb(self.version, blend_from(self.model))
         return metrics
+
+    def set_awake(self, awake: bool) -> None:
+        """Give up this rank's device memory for that of the host, or take it back, bit for bit.
+
+        Gradients are cleared. Nothing can be trained, copied or published in between.
+        """
+        if awake:
+            self._memory.restore()
+        elif not self._memory.released:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        teachers = [] if self._teacher is None else self._teacher.models
+        if self._teacher is not None:
+            self._teacher.release()
+        others = {id(one): one for one in (self._reference, *teachers) if one is not None}
+        others.pop(id(self.model), None)
+        average = teachers[0] if self._config.sdpo.teacher == "ema" and teachers else None
+        changing, constant = self.step.device_state(), list[Tensor]()
+        for model in (self.model, *others.values()):
+            release(model)
+            for one in stored_weights(model).values():
+                frozen = isinstance(one, nn.Parameter) and not one.requires_grad
+                (constant if frozen and model is not average else changing).append(one)
+        self._memory.release(changing, constant)
 
     def join_islands(self) -> None:
         """Start from the common weights, if this run is an island."""
@@ -175,10 +203,12 @@ class Learner:
 
     def export(self) -> dict[str, Tensor]:
         """Return the policy's tensors as generators load them; may run concurrently with a step."""
+        self._memory.check("a copy of the weights")
         return self._backend.published(self.model)
 
     def published(self) -> dict[str, Tensor]:
         """Return what generators load at each version: the policy's tensors, or adapters alone."""
+        self._memory.check("a copy of the weights")
         if not self._config.syncs_adapters:
             return self.export()
         adapters = self._backend.adapters(self.model)
@@ -189,6 +219,7 @@ class Learner:
 
         Collective over all ranks. Training may continue when this returns.
         """
+        self._memory.check("a copy of the state")
         tensors: dict[str, Tensor] = {}
         adapters = self._backend.adapters(self.model)
         if export or not adapters:

@@ -28,7 +28,7 @@ from composer_mesh.channels.policy import (
     correction_weights,
     policy_loss,
 )
-from composer_mesh.channels.step import POLICY, Figures
+from composer_mesh.channels.step import POLICY, Figures, unread
 from composer_mesh.configs import losses as configs
 from composer_mesh.configs.losses import CorrectedLoss, TokenLoss
 from composer_mesh.configs.schema import Config
@@ -94,7 +94,7 @@ class PolicyChannel(TrainedChannel):
         samples: list[PolicySample],
         hidden: HiddenStates,
         counts: BatchCounts,
-        figures: Figures,
+        figures: dict[str, Any],
     ) -> Tensor:
         """Return the loss of some samples, divided by the normalizer of their whole batch."""
         tokens = self._tokens(model, samples, hidden, counts.version)
@@ -107,14 +107,14 @@ class PolicyChannel(TrainedChannel):
             return self._custom(self._loss, tokens, samples, requested, counts.action_tokens)
         weights = self._correction(tokens)
         found = policy_loss(self._loss, tokens, self._normalizer(counts), weights)
-        figures["policy/clipped_fraction"] += float(found.clipped_fraction)
+        figures["policy/clipped_fraction"] += unread(found.clipped_fraction)
         for name in ("kl_reference", "filtered_fraction"):
             if (figure := getattr(found, name)) is not None:
-                figures[f"policy/{name}"] += float(figure)
+                figures[f"policy/{name}"] += unread(figure)
         if not self._loss.entropy_coef:
             return found.loss
         entropy = self._entropy(model, hidden, tokens.mask, max(1, counts.action_tokens))
-        figures["policy/entropy"] += float(entropy.detach())
+        figures["policy/entropy"] += unread(entropy)
         return found.loss - self._loss.entropy_coef * entropy
 
     def _entropy(

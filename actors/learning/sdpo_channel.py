@@ -26,7 +26,7 @@ from composer_mesh.actors.teacher_outputs.messages import (
     TeacherOutput,
     TeacherOutputsLost,
 )
-from composer_mesh.channels.step import Figures
+from composer_mesh.channels.step import Figures, unread
 from composer_mesh.channels.weights import ADVANTAGE, WINS
 from composer_mesh.configs.sdpo import SdpoConfig
 from composer_mesh.losses.blocks import LinearHead, default_block
@@ -114,7 +114,7 @@ class SdpoChannel(TrainedChannel):
         rows: StudentRows,
         teacher_output: TeacherOutput,
         normalizer: int,
-        figures: Figures | None = None,
+        figures: dict[str, Any] | None = None,
         divergences: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of the rows, divided by the number of hinted tokens in the batch.
@@ -134,7 +134,7 @@ class SdpoChannel(TrainedChannel):
         rows: StudentRows,
         teacher_output: TeacherOutput,
         normalizer: int,
-        figures: Figures | None,
+        figures: dict[str, Any] | None,
         divergences: Tensor,
     ) -> Tensor:
         """Return the loss of this rank's rows, whose divergences [n] it sets."""
@@ -159,8 +159,8 @@ class SdpoChannel(TrainedChannel):
         entropies = rows.hidden.new_zeros(2, dtype=torch.float32)
         loss = self._whole(rows, teacher, head, normalizer, entropies, divergences)
         if figures is not None:
-            for name, value in zip(ENTROPIES, rows.rows.sum(entropies).tolist(), strict=True):
-                figures[name] += value
+            for name, value in zip(ENTROPIES, rows.rows.sum(entropies), strict=True):
+                figures[name] += unread(value)
         return loss
 
     def _whole(

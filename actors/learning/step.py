@@ -128,6 +128,12 @@ class OptimizerStep:
             found |= {f"{OWN}{channel}/{name}": state for name, state in own.items()}
         return found
 
+    def device_state(self) -> list[Tensor]:
+        """Clear the gradients; return the optimizers' state on the device."""
+        self._update.begin()
+        updates = (self._update, *self._own_updates.values())
+        return [state for update in updates for state in update.device_state()]
+
     def restore(self, figures: dict[str, Any], optimizer_state: StoredOptimizerState) -> None:
         """Restore a checkpoint's state, written by any number of ranks."""
         self._update.restore(figures["trained"], _StateOf(optimizer_state, ""))
@@ -203,7 +209,7 @@ class OptimizerStep:
                 self._policy.forget_since(measured)
                 done = self._accumulate(part, plans, None, first, weights)
             divergences = {(one.trace_id, one.turn): one for one in done.divergences} | divergences
-            sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums)))
+            sums.append(StepSums.of_ranks(self._ranks.of_shares(done.sums.read())))
             shares = self._gradients.finish()
             sums[-1].figures.update(shares or {})
             try:
@@ -244,7 +250,7 @@ class OptimizerStep:
                 continue
             peak, plans = self._config.weighted_channels[name].peak, self._plans(batch)
             done = self._accumulate(batch, plans, None, 0, {**weights, name: peak}, channel)
-            found = StepSums.of_ranks(self._ranks.of_shares(done.sums))
+            found = StepSums.of_ranks(self._ranks.of_shares(done.sums.read()))
             try:
                 norm, rate = update.apply(batch.step, nothing, share=weights[name] / peak)
             except NormNotFinite as error:

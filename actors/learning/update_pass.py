@@ -28,7 +28,15 @@ from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_dtensor, is_sharded, keep_head
 from composer_mesh.actors.teacher_outputs.messages import TeacherOutput
-from composer_mesh.channels.step import POLICY, Figures, StepLoss, StepSums, Term, step_loss
+from composer_mesh.channels.step import (
+    POLICY,
+    Figures,
+    RunningSums,
+    StepLoss,
+    Term,
+    step_loss,
+    unread,
+)
 from composer_mesh.channels.weights import FREE, bounded_factors, update_bounds, update_shares
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.trainer import MoeConfig, Sharing
@@ -233,7 +241,7 @@ class UpdatePass:
     sharded: bool
     reference: list[int] = field(default_factory=list)
     """Forwards of a sharded reference in each microbatch; empty for one on this rank alone."""
-    sums: StepSums = field(default_factory=StepSums)
+    sums: RunningSums = field(default_factory=RunningSums)
     divergences: list[TurnDivergences] = field(default_factory=list)
     checks: FiniteChecks = field(default_factory=FiniteChecks)
     lost: bool = False
@@ -315,7 +323,7 @@ class MixtureLosses:
         model: LanguageModel,
         samples: Sequence[PolicySample],
         batch: StepBatch,
-        figures: Figures,
+        figures: dict[str, Any],
     ) -> Tensor | None:
         """Return the weighted loss of the forward that a model has just run; None without any.
 
@@ -332,7 +340,7 @@ class MixtureLosses:
             figures["moe/rerouted"] += routing.rerouted_choices() / choices
         share = sum(len(one.ids) for one in samples) / sum(len(one.ids) for one in batch.samples)
         loss = share * routing.balance_loss()
-        figures["moe/balance_loss"] += float(loss.detach()) / len(routing.logits)
+        figures["moe/balance_loss"] += unread(loss) / len(routing.logits)
         return self._config.load_balancing * loss if self._config.load_balancing else None
 
 

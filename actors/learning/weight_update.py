@@ -22,6 +22,7 @@ from composer_mesh.actors.models.optimizer_state import (
     check_weights,
     optimizer_state_of,
     restore_optimizer_state,
+    state_tensors,
 )
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.sharding import is_dtensor, local
@@ -115,6 +116,12 @@ class WeightUpdate:
     def weights(self) -> Mapping[str, Tensor]:
         """The trainable weights by name."""
         return self._weights
+
+    def device_state(self) -> list[Tensor]:
+        """Return the tensors of the optimizers' state that stay on the device between updates."""
+        if self._offloaded is not None:
+            return []
+        return [state for one in self._optimizers for *_, state in state_tensors(one)]
 
     def not_finite(self) -> int:
         """Return how many numbers of this rank's weights are nan or infinite."""
@@ -246,7 +253,7 @@ class GradientNotFinite(RuntimeError):
 class FiniteChecks:
     """What the parts of one update left on one rank; it is read only after a failure."""
 
-    _losses: dict[str, NotFinite] = field(default_factory=dict)
+    _losses: list[tuple[UpdatePart, dict[str, Any]]] = field(default_factory=list)
     _gradients: list[tuple[UpdatePart, Tensor]] = field(default_factory=list)
 
     def watch(self, part: UpdatePart, states: Tensor) -> None:
@@ -254,16 +261,22 @@ class FiniteChecks:
         if states.requires_grad:
             states.register_hook(lambda grad: self._gradients.append((part, _finite(grad))))
 
-    def note(self, part: UpdatePart, losses: Mapping[str, float]) -> None:
-        """Note the channels whose sum of losses is not finite after this part, and was before."""
-        for channel, loss in losses.items():
-            if channel not in self._losses and not math.isfinite(loss):
-                self._losses[channel] = NotFinite(f"the {channel} loss is {loss:g}", part)
+    def note(self, part: UpdatePart, losses: Mapping[str, Any]) -> None:
+        """Note the sums of the channels' losses after a part, numbers or tensors."""
+        self._losses.append((part, dict(losses)))
 
     def found(self) -> list[NotFinite]:
-        """Return the losses that are not finite, or else the first gradient that is not."""
-        if self._losses:
-            return list(self._losses.values())
+        """Return the losses that are not finite, or else the first gradient that is not.
+
+        Of each channel, the first part after which the sum of its losses is not finite.
+        """
+        bad_losses: dict[str, NotFinite] = {}
+        for part, losses in self._losses:
+            for channel, loss in losses.items():
+                if channel not in bad_losses and not math.isfinite(loss):
+                    bad_losses[channel] = NotFinite(f"the {channel} loss is {float(loss):g}", part)
+        if bad_losses:
+            return list(bad_losses.values())
         bad = (part for part, finite in self._gradients if not bool(finite))
         return [
             NotFinite("the gradient at the model's last states is not finite", part)

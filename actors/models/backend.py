@@ -168,12 +168,19 @@ def sharded_muon(
 
 
 def adamw(trainer: TrainerConfig, weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return AdamW of these weights with the config's settings."""
+    """Return AdamW of these weights with the config's settings.
+
+    On GPUs it is torch's fused one: by default torch updates sharded weights one after the other.
+    It takes weights that are all sharded, or none of them.
+    """
+    alike = len({is_dtensor(one) for one in weights.values()}) == 1
+    fused = alike and all(one.is_cuda for one in weights.values())
     return torch.optim.AdamW(
         weights.values(),
         lr=trainer.lr,
         betas=(trainer.adam_beta1, trainer.adam_beta2),
         weight_decay=trainer.weight_decay,
+        fused=fused or None,
     )
 
 
@@ -242,7 +249,7 @@ class UsersBackend:
                 shape = "nothing" if found is None else f"shape {tuple(found.shape)}"
                 raise self._error(
                     "published",
-                    f"its published {name} is {shape} but has to be {tuple(weight.shape)}"
+                    f"its published {name} is {shape} but must be {tuple(weight.shape)}"
                     f": return what generators load from {folder}",
                 )
         own = set(distinct(own_weights(model)))
@@ -274,7 +281,7 @@ class UsersBackend:
             if requested is not found:
                 raise self._error(
                     "model",
-                    f"its model is not divided among ranks as trainer.{key} asks"
+                    f"its model is not divided among ranks as trainer.{key} requires"
                     ": load it with super().model, or set that to 1",
                 )
         if is_sharded(model) != self._sharded:
@@ -301,7 +308,7 @@ class UsersBackend:
             if (count := held.count(id(weight))) != 1:
                 raise self._error(
                     "optimizers",
-                    f"{name} is in {count} of its optimizers' groups but has to be in one"
+                    f"{name} is in {count} of its optimizers' groups but must be in one"
                     ": give them all of `weights`",
                 )
         if len(held) != len(weights):
@@ -327,7 +334,7 @@ class UsersBackend:
         ):
             raise self._error(
                 method,
-                f"it returned a {type(found).__name__} that is no dict of tensors by name"
+                f"it returned a {type(found).__name__} that is not a dict of tensors by name"
                 ": return one",
             )
         return found

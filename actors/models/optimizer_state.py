@@ -76,7 +76,7 @@ class OffloadedOptimizers:
         with self._copying():
             copies = [
                 Copy(state, key, host, mapped(host, self._to_device))
-                for state, key, host in _tensors(optimizer)
+                for state, key, host in state_tensors(optimizer)
             ]
             return Fetched(copies, self._event())
 
@@ -103,7 +103,7 @@ class OffloadedOptimizers:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._copying():
-            for state, key, device in list(_tensors(optimizer)):
+            for state, key, device in list(state_tensors(optimizer)):
                 host = hosts.get((id(state), key))
                 if host is None:
                     host = mapped(device, self.empty_on_host)
@@ -123,7 +123,7 @@ class OffloadedOptimizers:
         if self._stream is None:
             return
         for optimizer in self._optimizers:
-            for state, key, host in list(_tensors(optimizer)):
+            for state, key, host in list(state_tensors(optimizer)):
                 state[key] = mapped(host, Tensor.pin_memory)
 
     def _copying(self) -> AbstractContextManager[Any]:
@@ -133,10 +133,10 @@ class OffloadedOptimizers:
         return None if self._stream is None else self._stream.record_event()
 
 
-def _tensors(
+def state_tensors(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[MutableMapping[str, Any], str, Tensor]]:
-    """Yield the tensors of an optimizer's state that are offloaded, and where they are."""
+    """Yield the tensors of an optimizer's state that can be moved, and where they are."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
@@ -240,6 +240,13 @@ def restore_optimizer_state(
     On the device of the weights, unless another is given.
     """
     found: dict[str, Tensor] = {}
+    fused = {
+        id(one)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if group.get("fused")  # counts its steps on the device
+    }
     holders = {
         id(one): optimizer
         for optimizer in optimizers
@@ -258,7 +265,7 @@ def restore_optimizer_state(
             optimizer.begin(weight, device or weight.device)
             found |= {f"{name}/{key}": one for key, one in optimizer.stored(weight).items()}
             continue
-        like = torch.zeros(shape)
+        like = torch.zeros(shape, device=weight.device if id(weight) in fused else CPU)
         if key in OF_WEIGHT:
             rows = torch.zeros_like(local(weight.detach()), device=device)
             like = from_rows(rows, weight, weight.shape)

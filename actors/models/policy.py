@@ -145,7 +145,7 @@ def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
         )
     except UNLOADABLE as error:
         why = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
-        repair = "mend what the reason names, or export the model again"
+        repair = "correct what the reason names, or export the model again"
         raise UnfitModelFolder(str(folder), why, repair) from error
     made_progress(f"the model of {folder.name}")
     for what, names in (("lack", info["missing_keys"]), ("have", info["unexpected_keys"])):

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 
 from composer_mesh.actors.models.expert_parallel import ContextGroup, ExpertGroup
 from composer_mesh.configs.worded import Worded
-from composer_mesh.mesh.hosts.address import cluster_address, interface_of
+from composer_mesh.mesh.hosts.address import IFNAMES, cluster_address, interface_of
 
 LOOPBACK = "127.0.0.1"
-IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)

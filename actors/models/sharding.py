@@ -130,7 +130,8 @@ def is_sharded(model: Any) -> bool:
 def release(model: Any) -> None:
     """Free the gathered weights of a forward that had no backward."""
     if is_sharded(model):
-        model.reset_iter_state()
+        # torch 2.11 lacks the reset, which also clears the order that forwards leave to a backward.
+        getattr(model, "reset_iter_state", model.reshard)()
 
 
 def keep_head(model: Any, keep: bool) -> None:
@@ -155,13 +156,17 @@ def remember_weights(model: Any) -> None:
     setattr(model, OWN, {name: found[name] for name in model.state_dict()})
 
 
+def stored_weights(model: Any) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers themselves, as they are between steps."""
+    weights: dict[str, Tensor] | None = getattr(model, OWN, None)
+    return model.state_dict(keep_vars=True) if weights is None else weights
+
+
 def own_weights(model: Any) -> dict[str, Tensor]:
     """Return the tensors of a model's state dict, this rank's rows where it is sharded.
 
     Several names of one tensor map to one object. Moves nothing, and shares memory with the model.
     """
-    weights: dict[str, Tensor] | None = getattr(model, OWN, None)
-    if weights is None:
-        weights = model.state_dict(keep_vars=True)
+    weights = stored_weights(model)
     detached = {id(tensor): tensor.detach() for tensor in weights.values()}
     return {name: detached[id(tensor)] for name, tensor in weights.items()}

@@ -43,7 +43,7 @@ MOST_GROWTH = 4
 """A rendering has at most so many times the length of its messages, besides what is fixed."""
 
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
-_REPAIR = "use a tokenizer and a chat template that somebody vouches for"
+_REPAIR = "use a tokenizer and a chat template from a trusted source"
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def chat_settings(folder: Path, tokenizer: Any, given: dict[str, Any]) -> dict[s
     for stop in stops:
         if stop not in known:
             raise ValueError(
-                f"policy.stop_tokens has {stop!r}, which is no token of the tokenizer: name one "
+                f"policy.stop_tokens has {stop!r}, which is not a token of the tokenizer: name one "
                 "of its tokens, such as its eos_token"
             )
     return {**given, "stops": tuple(stops)}
@@ -166,7 +166,7 @@ def generation_stops(folder: Path, tokenizer: Any) -> list[str]:
         if type(one) is not int or not 0 <= one < len(tokenizer):
             raise ValueError(
                 f"{GENERATION} has the eos_token_id {one!r} but the tokenizer has the ids 0 to "
-                f"{len(tokenizer) - 1}: mend it"
+                f"{len(tokenizer) - 1}: correct it"
             )
         stops.append(str(tokenizer.convert_ids_to_tokens(one)))
     return [stop for stop in dict.fromkeys(stops) if stop != tokenizer.eos_token]

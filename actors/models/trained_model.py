@@ -7,8 +7,10 @@ others never hold more than one complete tensor.
 """
 
 import logging
+import weakref
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ def trained_model(config: Config, folder: Path, ranks: Ranks) -> Any:
         dtype, moe = getattr(torch, trainer.compute_dtype), trainer.moe
         needed = bool(moe.router_replay or moe.load_balancing)
         route_experts(model, moe, dtype, needed, like=lambda: empty_model(folder))
-    _wrap_layers(model, trainer)
+    wrap_layers(model, trainer)
     return _placed(model, source, trainer, ranks)
 
 
@@ -143,7 +145,8 @@ def _attend_by_sequences(folder: Path, models: list[Any]) -> None:
         )
 
 
-def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
+def wrap_layers(model: Any, trainer: TrainerConfig) -> None:
+    """Let the decoder layers report progress, and compile, checkpoint or offload them, in place."""
     by_layer = trainer.compile or trainer.checkpoints_layers
     try:
         layers = decoder_layers(model)
@@ -155,11 +158,12 @@ def _wrap_layers(model: Any, trainer: TrainerConfig) -> None:
         layer.register_forward_hook(partial(_report, f"layer {number} of {len(layers)}"))
     if not by_layer:
         return
+    latest: list[weakref.ref[HostCopy]] = []
     for layer in layers:
         if trainer.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if trainer.activation_offload:
-            layer.forward = partial(_offloaded, layer.forward)
+            layer.forward = partial(_offloaded, layer.forward, latest)
         elif trainer.checkpoints_layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -175,22 +179,69 @@ def _report(layer: str, _module: Any, _inputs: Any, output: Any) -> None:
         states.register_hook(lambda _: made_progress(f"the backward down to {layer}"))
 
 
-def _offloaded(forward: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
+class HostCopy:
+    """A tensor in the host's memory. With CUDA it is pinned, and copied on a stream of its own.
+
+    Fetching it back begins to fetch the one `before` it, which the backward needs next.
+    """
+
+    def __init__(self, states: Tensor, before: "weakref.ref[HostCopy] | None") -> None:
+        self._device, self._before = states.device, before
+        self._stream = _copies_of(states.device) if states.is_cuda else None
+        self._host = torch.empty_like(states, device="cpu", pin_memory=states.is_cuda)
+        self._fetched: Tensor | None = None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            states.record_stream(self._stream)
+        with self._copying():
+            self._host.copy_(states, non_blocking=True)
+
+    def fetch(self) -> Tensor:
+        """Begin to copy it to the device, unless that has begun."""
+        if self._fetched is None:
+            with self._copying():
+                self._fetched = self._host.to(self._device, non_blocking=True)
+        return self._fetched
+
+    def take(self) -> Tensor:
+        """Return it on the device, for the current stream; it is not held there any more."""
+        found, self._fetched = self.fetch(), None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            found.record_stream(current)
+        if self._before is not None and (before := self._before()) is not None:
+            before.fetch()
+        return found
+
+    def _copying(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+@cache
+def _copies_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _offloaded(
+    forward: Any, latest: "list[weakref.ref[HostCopy]]", states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Run a layer whose input waits for the backward in the host's memory, and nothing else.
 
     Only the backward's second forward reads the copy, so that gradients pass to all arguments.
+    `latest` is the copy of the layer before.
     """
     if not torch.is_grad_enabled():
         return forward(states, *args, **kwargs)
-    device, learns, first = states.device, states.requires_grad, [states]
-    copy = torch.empty_like(states, device="cpu", pin_memory=states.is_cuda).copy_(states.detach())
+    learns, first = states.requires_grad, [states]
+    copy = HostCopy(states.detach(), latest[0] if latest else None)
+    latest[:] = [weakref.ref(copy)]
     del states
 
     def run() -> Any:
         if first:
             return forward(first.pop(), *args, **kwargs)
-        again = copy.to(device, non_blocking=True).detach()
-        return forward(again.requires_grad_(learns), *args, **kwargs)
+        return forward(copy.take().detach().requires_grad_(learns), *args, **kwargs)
 
     return checkpoint(run, use_reentrant=False)
 

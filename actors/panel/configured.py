@@ -56,7 +56,7 @@ class PanelSettings:
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"teachers holds {repeated[0]!r} more than once: rename all but one")
         if self.replicas < 1:
-            raise ValueError(f"replicas is {self.replicas}, below 1: at least one panel asks")
+            raise ValueError(f"replicas is {self.replicas} but must be 1 or more")
 
     def check_shared(self) -> None:
         """Raise ValueError where several processes would not see what the others spend."""

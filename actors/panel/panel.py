@@ -280,7 +280,7 @@ class TeacherPanel:
             raise ClientClosed
         if not 1 <= n <= len(self._slots):
             raise ValueError(
-                f"n is {n}, but {len(self._slots)} teachers are loaded: ask 1 to that many"
+                f"n is {n}, but {len(self._slots)} teachers are loaded: query 1 to that many"
             )
         queried = chosen_teachers(self._slots, state.seed, n)
         return list(await asyncio.gather(*(self._reply(slot, state) for slot in queried)))

@@ -75,7 +75,7 @@ T = TypeVar("T")
 class ClientClosed(Worded, Exception):
     """The client was closed before a query had its answer."""
 
-    message = "whoever asks is closed: open another and ask again"
+    message = "this client is closed: open another one and query again"
 
 
 class RequestCoalescer(Generic[T]):
@@ -314,9 +314,9 @@ def _delay_s(retries: RetryDelays, state: RetryCallState) -> float:
 
 def _overcharge_text(bill: Bill) -> str:
     return (
-        f"its provider stated ${dollars(bill.overcharge):.6f} for a request that costs "
-        f"${dollars(bill.bound or 0):.6f} at most at the prices that it has, so no ceiling could "
-        "hold, and it is not queried again"
+        f"its provider stated ${dollars(bill.overcharge):.6f} for a request that costs at most "
+        f"${dollars(bill.bound or 0):.6f} at its known prices: no ceiling could hold, so it is "
+        "not queried again"
     )
 
 

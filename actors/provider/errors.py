@@ -114,14 +114,14 @@ class ProviderRateError(ProviderError):
 class ProviderCrowded(ProviderRateError):
     """Not sent: the teacher's own limits left no capacity for the query in time."""
 
-    repair = "raise its concurrency or requests_per_minute, or ask fewer states at once"
+    repair = "raise its concurrency or requests_per_minute, or query fewer states at once"
     transient = False
     verdict = BreakerVerdict.NOTHING
 
 
 class ProviderModerationError(ProviderError):
     kind = FailureKind.MODERATION
-    repair = "other questions are not affected; where it refuses many, choose another teacher"
+    repair = "other queries are not affected; if it refuses many, choose another teacher"
     verdict = BreakerVerdict.ANSWERED
 
 
@@ -160,7 +160,7 @@ class ProviderSuspended(ProviderError):
     """Not sent: the teacher failed too often in a row and is suspended for a while."""
 
     kind = FailureKind.SUSPENDED
-    repair = "see to what it last failed with; its breaker settles when it is tried again"
+    repair = "correct the cause of its last failure; the breaker tries it again automatically"
     verdict = BreakerVerdict.NOTHING
 
 

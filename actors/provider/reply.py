@@ -276,7 +276,9 @@ def _answer(
     if choice.get("finish_reason") == "content_filter":
         raise ProviderModerationError(teacher, "a content filter ended its answer")
     if choice.get("finish_reason") == "error":
-        raise ProviderServerError(teacher, "generation ended with an error that it did not tell")
+        raise ProviderServerError(
+            teacher, "generation ended with an error that it did not describe"
+        )
     if not isinstance(message, dict):
         raise ProviderMalformed(teacher, "the completion holds no choices[0].message")
     try:

@@ -195,11 +195,7 @@ MOST_FAILED = 10_000
 
 
 def sample_of(session_id: str) -> str:
-    """Return the name of a session without the number of its attempt.
-
-    >>> sample_of("train-000007-000.2")
-    'train-000007-000'
-    """
+    """Return the name of a session without the number of its attempt."""
     return session_id.partition(".")[0]
 
 
@@ -233,15 +229,10 @@ class PeerEnvironments:
 
         An attempt after one that failed is made on another actor, if there is one.
         """
-        names, failed_on = (
-            await self._environments.some_open(),
-            self._failed.get(sample_of(session_id)),
-        )
-
-        def order(name: str) -> tuple[bool, int, float]:
-            return name == failed_on, self._sessions[name], self._environments.load(name)
-
-        home = min(names, key=order)
+        failed_on = self._failed.get(sample_of(session_id))
+        names = await self._environments.some_open()
+        others = [name for name in names if name != failed_on] or names
+        home = min(others, key=lambda name: (self._sessions[name], self._environments.load(name)))
         self._homes[session_id] = home
         self._sessions[home] += 1
         return await self._call(session_id, "begin", episode)
@@ -260,11 +251,12 @@ class PeerEnvironments:
     def abandon(self, session_id: str) -> None:
         """Drop a failed session; notify its actor in the background, if it is still serving."""
         home = self._leave(session_id)
-        if home is not None:
-            self._failed[sample_of(session_id)] = home
-            if len(self._failed) > MOST_FAILED:
-                del self._failed[next(iter(self._failed))]
-        if home is not None and home in self._environments:
+        if home is None:
+            return
+        self._failed[sample_of(session_id)] = home
+        if len(self._failed) > MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
+        if home in self._environments:
             self._forgetting.start(f"forgetting {session_id}", self._forget(home, session_id))
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ class TeacherModel:
         A moving average absorbs each version once; after a missed version it restarts from the new
         weights.
         """
-        before, self.version, self._head = self.version, version, None
+        before, self.version = self.version, version
         self.release()
         kind = self._config.teacher
         if kind == "ema":
@@ -97,7 +97,8 @@ class TeacherModel:
             blend(self._live, 1.0)
 
     def release(self) -> None:
-        """Free what forwards gathered of weights that are not the trainer's."""
+        """Free the head, and what forwards gathered of weights that are not the trainer's."""
+        self._head = None
         if self._own is not None:
             release(self._own)
 

@@ -38,9 +38,8 @@ class ForkServerFailed(Worded, MeshError):
     """A fork server ended before it could fork."""
 
     message = (
-        "the fork server ended while it imported torch and transformers, for the reason that "
-        "it wrote above: mend that, or have processes start by themselves with "
-        "placement.fork_server = false"
+        "the fork server ended while it imported torch and transformers, for the reason above: "
+        "correct it, or set placement.fork_server to false"
     )
 
 

@@ -103,7 +103,7 @@ def receive_request(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
     head, streams, _, _ = socket.recv_fds(connection, LENGTH.size, len(STREAMS))
     try:
         if len(head) != LENGTH.size or len(streams) != len(STREAMS):
-            raise ForkRefused(f"{len(head)} bytes and {len(streams)} streams are no request")
+            raise ForkRefused(f"{len(head)} bytes and {len(streams)} streams are not a request")
         (length,) = LENGTH.unpack(head)
         if length > LONGEST_BYTES:
             raise ForkRefused(f"a request of {length} bytes; the longest has {LONGEST_BYTES}")

@@ -38,6 +38,10 @@ class NoAddress(RuntimeError):
     """A process that others must reach has no address, or none that they can reach."""
 
 
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface of traffic between ranks."""
+
+
 def cluster_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return an IP address of this host that other hosts of the run reach; raises `NoAddress`."""
     given = environ.get(ADDRESS, "")
@@ -121,8 +125,8 @@ def split(address: str) -> tuple[str, str, int]:
         and int(port) <= 65535
     ):
         raise BadAddress(
-            f"{address!r} is no address of a host: write tls://HOST:PORT or tcp://HOST:PORT with a "
-            "port from 0 to 65535, an IPv6 host in brackets, such as tls://10.0.0.5:22300"
+            f"{address!r} is not an address of a host: write tls://HOST:PORT or tcp://HOST:PORT "
+            "with a port from 0 to 65535, an IPv6 host in brackets, such as tls://10.0.0.5:22300"
         )
     return scheme, plain, int(port)
 
@@ -210,7 +214,7 @@ def free_port(host: str) -> int:
             return int(listener.getsockname()[1])
     except OSError as error:
         raise BadAddress(
-            f"{host} is no address of this machine ({error.strerror}): name one that it has"
+            f"{host} is not an address of this machine ({error.strerror}): name one that it has"
         ) from None
 
 
@@ -247,7 +251,7 @@ def _network(text: str) -> Network:
     try:
         return ip_network(text)
     except ValueError as error:
-        raise BadAddress(f"subnet {text!r} is no network ({error}): write 10.0.0.0/8") from None
+        raise BadAddress(f"subnet {text!r} is not a network ({error}): write 10.0.0.0/8") from None
 
 
 def _addresses(address: str, host: str) -> list[Ip]:

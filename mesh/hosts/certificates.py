@@ -49,8 +49,8 @@ def make_authority(folder: Path) -> None:
     except OSError as error:
         if not _is_whole(folder):  # else another process has created it
             raise BadAuthority(
-                f"{folder} cannot be made ({error.strerror}): make it possible, or name a folder "
-                "that is not there yet (cluster.authority)"
+                f"{folder} cannot be made ({error.strerror}): correct its permissions, or name a "
+                "new folder (cluster.authority)"
             ) from None
 
 
@@ -114,7 +114,8 @@ def _load(folder: Path) -> tuple[x509.Certificate, Key]:
     if mode & 0o007:
         raise BadAuthority(
             f"{folder / CA_KEY} has mode {mode:04o}, and whoever reads it can run code on every "
-            f"host: chmod 600 {folder / CA_KEY}, or keep it where modes hold (cluster.authority)"
+            f"host: chmod 600 {folder / CA_KEY}, or keep it on a file system with modes "
+            "(cluster.authority)"
         )
     try:
         ca = x509.load_pem_x509_certificate(pem)

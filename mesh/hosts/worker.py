@@ -92,7 +92,7 @@ class _Worker:
         name = self.options.name or socket.gethostname().partition(".")[0]
         if not NAME.fullmatch(name):
             raise WorkerRefused(
-                f"--name {name!r} is no name of a host, which is made of letters, digits, dots, "
+                f"--name {name!r} is not a name of a host, which is made of letters, digits, dots, "
                 "dashes and underscores: name it as placement.hosts does"
             )
         address = self._address(name)
@@ -121,7 +121,7 @@ class _Worker:
         end = self.clock() + LISTEN_S
         while self.clock() < end and not self._signals:
             if serving in collect():
-                return "it could not serve: its own words are above"
+                return "it could not serve: its own messages are above"
             with contextlib.suppress(OSError), socket.create_connection((host, port), LOOK_S):
                 return None
             time.sleep(LOOK_S)
@@ -187,8 +187,8 @@ class _Worker:
             return env
         if self.options.authority is None:
             raise WorkerRefused(
-                f"--listen {address} asks for TLS but --authority is not given, so nobody could be "
-                "distinguished from a stranger: pass the folder with ca.pem and ca.key of the run"
+                f"--listen {address} requires TLS but --authority is not given, so members could "
+                "not prove who they are: pass the folder with ca.pem and ca.key of the run"
             )
         own = self.folder / "tls"
         return env | tls_environment(self.options.authority, own, [host])

@@ -129,7 +129,7 @@ def refuse_leaks(findings: Sequence[ProbeFinding]) -> None:
     leaks = [f"{one.attack} ({one.got})" for one in findings if one.got and one.needed]
     if leaks:
         raise UnusableTask(
-            f"boxes do not hold on this machine, so no code of agents runs: {'; '.join(leaks)}. "
+            f"boxes are not safe on this machine, so agents' code is not run: {'; '.join(leaks)}. "
             "Use another machine, or name a sandbox of your own as environment.sandbox.kind"
         )
 

@@ -62,7 +62,6 @@ def build_root(
     (folder / "usr/lib64").symlink_to("lib")
     _devices(folder / "dev")
     executables = [_python(folder, bytecode), *_programs(folder, wanted)]
-    _libraries(folder, executables)
     _own(folder)
     for name in with_dependencies(distributions):
         _distribution(folder / PACKAGES, name)
@@ -70,6 +69,7 @@ def build_root(
         _compiled(folder, PACKAGES)
     for one in folders:
         _copied_folder(one, folder / PACKAGES)
+    _libraries(folder, executables)
     (folder / "etc/passwd").write_text(USERS)
     (folder / "etc/group").write_text("agent:x:1000:\n")
     _readable(folder)
@@ -109,7 +109,7 @@ def _programs(folder: Path, names: Sequence[str]) -> list[Path]:
 
 def _libraries(folder: Path, executables: Sequence[Path]) -> None:
     """Copy the shared libraries that executables and extension modules load."""
-    extensions = list((folder / "usr/lib").rglob("*.so"))
+    extensions = [*(folder / "usr/lib").rglob("*.so"), *(folder / PACKAGES).rglob("*.so")]
     for executable in executables:
         executable.chmod(0o755)
     # Next to the original: an interpreter may name its library relative to itself.
@@ -117,6 +117,8 @@ def _libraries(folder: Path, executables: Sequence[Path]) -> None:
     binaries = [original, *executables, *extensions]
     said = programs.run(["ldd", *map(str, binaries)], check=False).stdout
     for path in sorted(set(LIBRARY.findall(said))):
+        if Path(path).is_relative_to(folder):
+            continue  # a package brings it along, and its extensions find it there
         copied = folder / "usr/lib" / Path(path).name
         if not copied.exists():
             shutil.copyfile(Path(path).resolve(), copied)
@@ -180,7 +182,9 @@ def _compiled(root: Path, place: str) -> None:
 
 def _copied_folder(source: Path, place: Path) -> None:
     if not source.is_dir():
-        raise UnusableTask(f"boxes should have the folder {source}, which is none: name another")
+        raise UnusableTask(
+            f"boxes should have the folder {source}, which is not a folder: name another"
+        )
     names = (one for one in LEFT_OUT if one not in ("test", "tests"))
     ignored = shutil.ignore_patterns(*names, *BYTECODE)
     shutil.copytree(source, place, ignore=ignored, dirs_exist_ok=True)

@@ -33,8 +33,9 @@ class WrongChecksum(Worded, RuntimeError):
     """Received bytes are not the publisher's: tensor, rank of the part, version."""
 
     message = (
-        "{0} of rank {1}'s part of version {2} has another checksum than the publisher gave it, so "
-        "bytes changed on the way: pull again, and suspect memory or network if it comes back"
+        "{0} of rank {1}'s part of version {2} has another checksum than the publisher "
+        "gave it, so bytes changed in transit: pull again, and suspect memory or network if it "
+        "recurs"
     )
 
 
@@ -57,7 +58,7 @@ class PublisherGone(Worded, RuntimeError):
 class TransportUnavailable(Worded, RuntimeError):
     """A process cannot use a transport: its name, the reason, and the repair."""
 
-    message = "weights cannot travel by {0}, because {1}: {2}"
+    message = "weights cannot be sent by {0}, because {1}: {2}"
 
 
 class WeightsMismatch(ValueError):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from composer_mesh.mesh.device import pin, unpin
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.supervision import heard
 from composer_mesh.mesh.weights.choice import Transport, open_sender
@@ -157,14 +158,3 @@ def _copy_from_gpu(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
             place.copy_(local, non_blocking=True)
         done = own.record_event()
     done.synchronize()
-
-
-def pin(memory: Tensor) -> None:
-    """Page-lock a buffer for the GPU's copy engine, until `unpin`."""
-    cudart = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-
-
-def unpin(memory: Tensor) -> None:
-    """Unlock the pages; must be called before the memory is freed."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))

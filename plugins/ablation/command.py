@@ -164,7 +164,7 @@ def _settings(file: Path) -> list[_Setting]:
         return [_SETTING.validate_python(one) for one in settings_of(report)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"--merge {file} is no report of an ablation ({short_reason(error)}): name the "
+            f"--merge {file} is not a report of an ablation ({short_reason(error)}): name the "
             f"{REPORT_FILE} of one, or its directory"
         ) from None
 

@@ -35,49 +35,67 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="CONFIG",
-        help="a TOML file or preset; several are compared",
+        help="TOML file or preset; several are compared",
     )
     add_set(parser)
     arms = ",".join(CHANNELS_OF)
-    parser.add_argument("--arms", default=arms, metavar="A,B", help=f"of {arms}; all by default")
     parser.add_argument(
-        "--seeds", default="0,1,2", metavar="S,T", help="seeds of each arm; 0,1,2 by default"
+        "--arms",
+        default=arms,
+        metavar="A,B",
+        help=f"arms to run, separated by commas: some of {arms} (default: all)",
+    )
+    parser.add_argument(
+        "--seeds", default="0,1,2", metavar="S,T", help="seeds of each arm (default: 0,1,2)"
     )
     parser.add_argument(
         "--eval-every",
         type=int,
         metavar="N",
-        help="steps between held-out evaluations; eval.every, or else a tenth of the run",
+        help=(
+            "steps between held-out evaluations (default: eval.every, or else a tenth of the run)"
+        ),
     )
     parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY=A,B",
-        help="compare the arms at each of these values; repeatable, for all combinations",
+        help="compare the arms at each of these values; may be repeated, for all combinations",
     )
     parser.add_argument(
-        "--difficulty", metavar="KEY=A,B", help="the same with numbers: draws success by this key"
+        "--difficulty",
+        metavar="KEY=A,B",
+        help="like --vary, with numbers; plots success by this key",
     )
     parser.add_argument(
         "--target",
         type=float,
         default=TARGET,
         metavar="SHARE",
-        help=f"success whose steps are counted; {TARGET:g} by default",
+        help=f"success rate up to which steps are counted (default: {TARGET:g})",
     )
     deviation = parser.add_mutually_exclusive_group()
     deviation.add_argument(
         "--deviation",
         type=float,
         metavar="POINTS",
-        help="standard deviation of differences by seed, for what the seeds can see",
+        help=(
+            "standard deviation of differences by seed, from which the detectable "
+            "difference is computed"
+        ),
     )
     deviation.add_argument(
-        "--deviation-from", type=Path, metavar="DIR", help="an earlier ablation that it is taken of"
+        "--deviation-from",
+        type=Path,
+        metavar="DIR",
+        help="earlier ablation from which to take that standard deviation",
     )
     parser.add_argument(
-        "--usd-per-hour", type=float, metavar="USD", help="price of the machine, for $ a point"
+        "--usd-per-hour",
+        type=float,
+        metavar="USD",
+        help="price of the machine, for dollars per point of success",
     )
     parser.add_argument(
         "--merge",
@@ -85,11 +103,15 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="REPORT",
-        help="ablation.json of the same ablation elsewhere, whose finished runs count here; "
-        "repeatable",
+        help=(
+            "ablation.json of the same ablation elsewhere, whose finished runs are added "
+            "here; may be repeated"
+        ),
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be run, and what it can see"
+        "--dry-run",
+        action="store_true",
+        help="print the planned runs and the difference that they can detect; start nothing",
     )
     output(
         "where the runs are (default: runs/NAME-ablation); finished runs there are kept, half ones "

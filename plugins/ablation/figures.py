@@ -224,7 +224,7 @@ def power_line(seeds: int, deviation: Deviation | None) -> str:
         whence = f"from {deviation.seeds} seeds of {deviation.arm} in {deviation.source}"
     return (
         f"{count} can see a difference of {least_points:.1f} points in mean success over the run "
-        f"(chance {POWER:.0%}, two-sided 5 %), at a standard deviation of differences by seed of "
+        f"(chance {POWER:.0%}, two-sided 5 %); the standard deviation of differences by seed is "
         f"{points:.1f} points, {whence}"
     )
 

@@ -142,8 +142,8 @@ def _summary(path: Path) -> _Summary | None:
         return None
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
-            f"{path} is no summary of a run ({short_reason(error)}): take it from a copy, or move "
-            "it away"
+            f"{path} is not a summary of a run ({short_reason(error)}): take it from a copy, or "
+            "move it away"
         ) from None
 
 
@@ -158,8 +158,8 @@ def _total(path: Path, steps: Sequence[Mapping[str, Any]], key: str) -> float:
         return sum(_AMOUNT.validate_python(step.get(key) or 0) for step in steps)
     except ValueError as error:
         raise RunDirectoryError(
-            f"{path} holds a {key} that is no amount ({short_reason(error)}): take it from a copy, "
-            "or let train --resume make it again from run.sqlite"
+            f"{path} holds a {key} that is not an amount ({short_reason(error)}): take it from a "
+            "copy, or let train --resume make it again from run.sqlite"
         ) from None
 
 
@@ -328,7 +328,7 @@ def earlier_deviation(path: Path) -> Deviation | None:
         found = deviations_of(settings_of(report), str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirectoryError(
-            f"{file} is no report of an ablation ({short_reason(error)}): name the directory of "
+            f"{file} is not a report of an ablation ({short_reason(error)}): name the directory of "
             "one, or state the deviation with --deviation"
         ) from None
     return found[0] if found else None

@@ -13,21 +13,24 @@ def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="*",
         metavar="SOURCE",
-        help="a package of the index as NAME or NAME==VERSION, or an archive or folder of one",
+        help="package of the index as NAME or NAME==VERSION, or its archive or folder",
     )
     output("where tasks are written", metavar="FILE")(parser)
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="features of a package that are tried at most"
+        "--limit", type=int, metavar="N", help="maximum number of features of a package to try"
     )
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="boxes at once; as many as there are cores by default"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="number of boxes at once (default: the number of cores)",
     )
     parser.add_argument(
         "--heldout",
         action="append",
         default=[],
         metavar="NAME",
-        help="a package whose tasks are held out; may be repeated; each fifth when not given",
+        help="package whose tasks are held out; may be repeated (default: every fifth)",
     )
     parser.add_argument(
         "--with",
@@ -35,7 +38,7 @@ def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="packages",
         metavar="NAME",
-        help="an installed package that boxes have, because tests need it; may be repeated",
+        help="installed package that boxes contain because tests need it; may be repeated",
     )
     parser.add_argument(
         "--folder",
@@ -43,53 +46,69 @@ def _add_make_code_tasks(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="folders",
         metavar="DIR",
-        help="a folder whose modules boxes have; may be repeated",
+        help="folder whose modules boxes contain; may be repeated",
     )
     parser.add_argument(
-        "--index-url", action="append", default=[], metavar="URL", help="PyPI by default"
+        "--index-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="package index (default: PyPI)",
     )
     parser.add_argument(
-        "--suite-s", type=seconds, default=240.0, metavar="S", help="for a whole suite; 240"
+        "--suite-s",
+        type=seconds,
+        default=240.0,
+        metavar="S",
+        help="seconds that a whole test suite may take (default: 240)",
     )
     parser.add_argument(
         "--generated",
         type=int,
         default=4,
         metavar="N",
-        help="hidden cases of a function on inputs that no test has, 0 to 8; 4",
+        help="hidden cases of a function on inputs that no test has, 0 to 8 (default: 4)",
     )
     parser.add_argument(
-        "--built-in", action="store_true", help="the packages of the built-in set as sources"
+        "--built-in",
+        action="store_true",
+        help="add the packages of the built-in set to the sources",
     )
     parser.add_argument(
         "--rename",
         action="store_true",
-        help="give functions and classes other names, where the suite passes as before with them",
+        help="rename functions and classes where the suite still passes with the new names",
     )
     parser.add_argument(
         "--bugs",
         type=int,
         default=0,
         metavar="N",
-        help="repair tasks too: bugs that are tried in each function; 0",
+        help="make repair tasks too, with N bugs tried in each function (default: 0)",
     )
     parser.add_argument(
         "--check",
         type=Path,
         metavar="FILE",
-        help="make nothing: let the judge grade the original and the empty tree of each task, and "
-        "with --output write those that are graded rightly",
+        help=(
+            "make nothing: let the judge grade the original and the empty tree of each "
+            "task, and with --output write the tasks that it grades correctly"
+        ),
     )
     parser.add_argument(
-        "--sample", type=int, metavar="N", help="tasks that --check grades; all by default"
+        "--sample", type=int, metavar="N", help="tasks that --check grades (default: all)"
     )
     parser.add_argument(
-        "--gradings", type=int, default=1, metavar="N", help="times --check grades each; 1"
+        "--gradings",
+        type=int,
+        default=1,
+        metavar="N",
+        help="times that --check grades each task (default: 1)",
     )
 
 
 @command(
-    "make coding tasks of source distributions",
+    "make coding tasks from source distributions",
     _add_make_code_tasks,
     group="tasks",
     example="make-code-tasks --built-in --output tasks.jsonl",

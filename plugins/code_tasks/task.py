@@ -99,7 +99,9 @@ class CodeOptions(BaseModel):
     def _kinds_exist(self) -> Self:
         unknown = sorted(set(self.flag) - set(KINDS))
         if unknown:
-            raise ValueError(f"flag names {unknown[0]!r}, which is no kind: use {', '.join(KINDS)}")
+            raise ValueError(
+                f"flag names {unknown[0]!r}, which is not a kind: use {', '.join(KINDS)}"
+            )
         return self
 
     @classmethod

@@ -99,9 +99,9 @@ def _check_deletions(path: str, lines: int, deletions: Sequence[Deletion]) -> No
 
 LEAKS = re.compile(
     r"(.*/)?(\.git|\.hg|\.svn|__pycache__|\.mypy_cache|\.pytest_cache|\.ruff_cache|\.tox|\.nox|"
-    r"\.venv|[^/]*\.egg-info|[^/]*\.dist-info)(/.*)?|.*\.(py[co]|orig|rej|whl|egg|tar|gz|zip|so)"
+    r"\.venv|[^/]*\.egg-info(?!/PKG-INFO$)|[^/]*\.dist-info)(/.*)?|.*\.(py[co]|orig|rej|whl|egg|tar|gz|zip|so)"
 )
-"""Files in which a deleted function may still be."""
+"""Files in which a deleted function may still be; metadata that names no code is none of them."""
 
 PATH = re.compile(r"[^/\x00-\x1f\x7f]+(/[^/\x00-\x1f\x7f]+)*")
 Path = Annotated[str, Field(min_length=1, max_length=300)]

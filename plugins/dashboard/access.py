@@ -27,7 +27,7 @@ from composer_mesh.mesh.tcp_peer import user_at
 COOKIE = "composer_mesh_session"
 OPEN_PATHS = ("/static/", "/login")
 ROOT = 0
-ANOTHER_USER = "Only the user who started this server may ask: start your own, or use a token.\n"
+ANOTHER_USER = "Only the user who started this server may use it: start your own, or use a token.\n"
 UserOf = Callable[[Scope], int | None]
 """Returns the user who has sent a request, None where that is another machine."""
 HEADERS = {

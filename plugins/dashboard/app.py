@@ -311,7 +311,7 @@ def dashboard_command(
     """
     if not options.folder.is_dir():
         raise ServeRefused(
-            f"{options.folder} is no folder: name the one that holds your runs, or a run"
+            f"{options.folder} is not a folder: name the one that holds your runs, or a run"
         )
     token = options.token(token_env)
     asyncio.run(_until_a_signal(options, token, say))

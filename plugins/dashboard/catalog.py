@@ -246,7 +246,7 @@ def _line_after(file: BinaryIO, at: int) -> tuple[int, dict[str, Any]] | None:
         return None
     value = parsed_json(line)
     if not isinstance(value, dict):
-        raise ValueError("a line is no JSON object")
+        raise ValueError("a line is not a JSON object")
     return begun, value
 
 

@@ -24,7 +24,7 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=RUNS,
         metavar="RUNS_DIR",
-        help="folder of run directories, or one of them; runs by default",
+        help="folder of run directories, or one run directory (default: runs)",
     )
     add_listen(parser, 8200)
     parser.add_argument(
@@ -76,22 +76,35 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[RUN:]TRACE",
-        help="a rollout to show, by trace_id or GROUP/SAMPLE; may be given many times",
+        help="rollout to show, by trace_id or GROUP/SAMPLE; may be given many times",
     )
     parser.add_argument(
-        "--samples", type=int, default=2, metavar="N", help="rollouts of each run without --rollout"
+        "--samples",
+        type=int,
+        default=2,
+        metavar="N",
+        help="number of rollouts of each run without --rollout",
     )
     parser.add_argument(
         "--x", choices=("step", "tokens", "time", "usd"), default="step", help="axis of the curves"
     )
     parser.add_argument(
-        "--smooth", type=float, default=0.0, metavar="W", help="weight of the past, 0 to below 1"
+        "--smooth",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="smoothing of the curves: weight of the past, from 0 to below 1",
     )
-    parser.add_argument("--title", default="", metavar="TEXT", help="names of the runs by default")
+    parser.add_argument(
+        "--title",
+        default="",
+        metavar="TEXT",
+        help="title of the page (default: the names of the runs)",
+    )
 
 
 @command(
-    "write runs as one HTML file to send to somebody",
+    "write runs as one HTML file to share",
     _add_report,
     many_files=True,
     group="runs",

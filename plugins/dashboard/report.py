@@ -116,7 +116,7 @@ def _rollouts(options: ReportOptions) -> list[dict[str, Any]]:
         root = known.get(place) if place else options.runs[0]
         if root is None:
             raise ReportRefused(
-                f"--rollout {text!r}: {place!r} is none of the runs of this report: name it as one"
+                f"--rollout {text!r}: {place!r} is not a run of this report: add it to the runs"
             )
         try:
             one = rollout(root, trace, "none", full=False)

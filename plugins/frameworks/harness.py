@@ -162,7 +162,7 @@ def _mask(batch: Batch, key: str, like: str) -> Bool[Tensor, "B U"]:
     if mask.dtype != torch.bool:
         if mask.is_floating_point() or not ((mask == 0) | (mask == 1)).all():
             raise ValueError(
-                f"{key} is {mask.dtype} with other values than 0 and 1 but has to be a mask:"
+                f"{key} is {mask.dtype} with other values than 0 and 1 but must be a mask:"
                 " labels with -100 are none, pass labels != -100"
             )
         mask = mask.bool()

@@ -56,7 +56,7 @@ def policy_loss(inputs: Any, *, type: str = "grpo", **options: Any) -> LossOutpu
     (docs/losses.md), but `aggregation`, which is by tokens. Raises ValueError for another type.
     """
     if type not in TYPES:
-        raise ValueError(f"type is {type!r} but has to be one of {', '.join(TYPES)}: correct it")
+        raise ValueError(f"type is {type!r} but must be one of {', '.join(TYPES)}: correct it")
     if "aggregation" in options:
         raise ValueError(
             "aggregation is set, but PRIME-RL divides by the tokens of the step whatever a loss "
@@ -80,7 +80,7 @@ def sdpo_loss(
     `policy` and `options` are those of `policy_loss`.
     """
     if not alpha >= 0:
-        raise ValueError(f"alpha is {alpha} but has to be >= 0: use 0.05")
+        raise ValueError(f"alpha is {alpha} but must be >= 0: use 0.05")
     found = _policy(inputs, policy, options)
     metrics = _metrics(found, inputs.loss_mask)
     if inputs.ref_logprobs is None or alpha == 0:

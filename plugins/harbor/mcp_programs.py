@@ -42,7 +42,10 @@ class McpPrograms:
         """The tools of each server, as it describes them."""
 
     async def start(self) -> None:
-        """Start all servers and list their tools; raise TaskFailure where one does not answer."""
+        """Start all servers and list their tools; raise TaskFailure where one does not answer.
+
+        Each step of a task has servers of its own: those of the step before it have ended.
+        """
         for server in self._servers:
             folder = f"/tmp/mcp-{secrets.token_hex(6)}"
             self._folders[server.name] = folder
@@ -77,7 +80,10 @@ class McpPrograms:
             text = f"no server {server[:40]!r} has a tool {tool[:40]!r}; there are {listed}"
             raise ToolError("unknown_mcp_tool", text, {"tool": tool[:40]})
         params = {"name": tool, "arguments": dict(arguments)}
-        result = await self._request(server, "tools/call", params, seconds)
+        try:
+            result = await self._request(server, "tools/call", params, seconds)
+        except ToolError as error:
+            raise ToolError(error.kind, error.text, {"tool": tool}) from None
         content = result.get("content")
         parts = content if isinstance(content, list) else []
         texts = [str(one.get("text", "")) for one in parts if isinstance(one, dict)]

@@ -209,6 +209,8 @@ class HarborSession(Session):
         if self._stopped:
             return False
         await self.machine.next_step()
+        if self._servers is not None:
+            await self._servers.start()
         return True
 
     def _judged(self) -> EpisodeVerdict:

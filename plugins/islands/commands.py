@@ -14,7 +14,7 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="CONFIG",
-        help="a TOML file or preset for all, or one for each",
+        help="TOML file or preset for all islands, or one for each",
     )
     add_set(parser)
     parser.add_argument("-n", type=int, required=True, metavar="N", help="number of islands")
@@ -22,12 +22,12 @@ def _add_islands(parser: argparse.ArgumentParser) -> None:
     meet.add_argument(
         "--store",
         metavar="URI",
-        help="where they meet, such as file:///shared/run or s3://bucket/run",
+        help="object store where the islands meet, such as file:///shared/run or s3://bucket/run",
     )
     meet.add_argument(
         "--lighthouse",
         metavar="URL",
-        help="torchft_lighthouse by which islands meet that reach each other: http://HOST:PORT",
+        help="torchft_lighthouse where islands that reach each other meet, as http://HOST:PORT",
     )
     output("where the runs' directories are written (default: runs/NAME-islands)")(parser)
     parser.add_argument(
@@ -48,31 +48,38 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         "--on",
         choices=("launch", "hf-jobs", "modal"),
         default="launch",
-        help="what starts them: the launcher of each config's cluster.kind, or jobs of a cloud",
+        help=(
+            "how islands are started: by the launcher of each config's cluster.kind, or as "
+            "cloud jobs"
+        ),
     )
     jobs = parser.add_argument_group("jobs of a cloud")
     jobs.add_argument("--image", help="container image with composer-mesh and the config's paths")
     jobs.add_argument(
         "--hardware",
         metavar="NAME",
-        help="the cloud's name for it: a100-large, or H100:2,cpu=16,memory=65536 at modal",
+        help="hardware by the cloud's name: a100-large, or H100:2,cpu=16,memory=65536 on modal",
     )
     jobs.add_argument(
         "--secret",
         action="append",
         metavar="VARIABLE",
-        help="environment variable that the jobs get as a secret, such as AWS_SECRET_ACCESS_KEY",
+        help=(
+            "environment variable that the jobs receive as a secret, such as AWS_SECRET_ACCESS_KEY"
+        ),
     )
     jobs.add_argument(
         "--volume",
         metavar="NAME",
-        help="what keeps the run directories: USER/BUCKET of hf-jobs, a Volume of modal",
+        help="storage of the run directories: USER/BUCKET of hf-jobs, or a Volume of modal",
     )
-    jobs.add_argument("--timeout-h", type=float, metavar="HOURS", help="longest time of a job")
+    jobs.add_argument("--timeout-h", type=float, metavar="HOURS", help="maximum hours of a job")
     jobs.add_argument(
         "--namespace",
-        help="user or organization of hf-jobs that pays, or environment of modal; the token's by "
-        "default",
+        help=(
+            "user or organization that pays on hf-jobs, or environment of modal (default: "
+            "the token's)"
+        ),
     )
 
 
@@ -92,7 +99,7 @@ def islands(arguments: argparse.Namespace, signals: CommandSignals) -> int:
 
 def _add_island_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="the run directory in the job"
+        "--output", type=Path, required=True, metavar="DIR", help="run directory in the job"
     )
 
 

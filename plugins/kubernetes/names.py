@@ -103,7 +103,7 @@ def run_name(run: Path | PurePosixPath) -> str:
     name = dns(run.name)
     if not name:
         raise LaunchRefused(
-            f"the run's directory is called {run.name!r}, of which Kubernetes takes no letter: "
+            f"the run's directory is called {run.name!r}, of which Kubernetes accepts no letter: "
             "name another with --output, such as runs/quickstart"
         )
     return name

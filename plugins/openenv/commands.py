@@ -20,21 +20,29 @@ def _add_serve_env(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "task",
         metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
+        help="task as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
     )
     add_listen(parser, 8000)
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="that share the port; 1 by default"
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes that share the port (default: 1)",
     )
     parser.add_argument(
         "--session-timeout",
         type=seconds,
         default=900.0,
         metavar="S",
-        help="seconds without a request after which a session ends; 900 by default",
+        help="seconds without a request after which a session ends (default: 900)",
     )
     parser.add_argument(
-        "--max-sessions", type=int, default=10_000, metavar="N", help="at once; 10000 by default"
+        "--max-sessions",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="maximum number of sessions at once (default: 10000)",
     )
     add_set(parser)
 

@@ -158,7 +158,7 @@ def _check_hosts(hosts: Sequence[HostResources]) -> None:
         if _shape(other) != _shape(first):
             raise LaunchRefused(
                 f"placement.hosts has {first.name} with {_about(first)} and {other.name} with "
-                f"{_about(other)}, but one batch job asks the same of every node: describe all "
+                f"{_about(other)}, but one batch job requests the same of every node: describe all "
                 "hosts as the largest of them, or as the smallest if that has room"
             )
 
@@ -176,9 +176,8 @@ def _check_time(slurm: SlurmConfig) -> None:
     if limit is not None and limit <= least:
         raise LaunchRefused(
             f"cluster.slurm.time_limit is {slurm.time_limit} ({limit} s) but must be above "
-            f"{least} s, for Slurm sends the signal up to {EARLY_S} s earlier than grace_s = "
-            f"{slurm.grace_s}, and nothing would be left to train: raise time_limit, or lower "
-            "grace_s"
+            f"{least} s, or no time would remain to train: Slurm sends the signal up to {EARLY_S} "
+            f"s before grace_s = {slurm.grace_s}; raise time_limit, or lower grace_s"
         )
 
 
@@ -254,8 +253,8 @@ def _checked(slurm: SlurmConfig) -> list[str]:
     for line in slurm.setup:
         if line.lstrip().startswith("#SBATCH"):
             raise LaunchRefused(
-                f"cluster.slurm.setup has {line!r}, which is no line of shell: write it as one of "
-                "cluster.slurm.options"
+                f"cluster.slurm.setup has {line!r}, which is not a line of shell: write it as one "
+                "of cluster.slurm.options"
             )
     return list(slurm.setup)
 

@@ -151,7 +151,7 @@ class TextArena(Task):
     def __init__(self, name: str) -> None:
         if name not in NAMES:
             raise UnusableTask(
-                f"options.name is {str(name)[:60]!r}, which is no game that plays alone and "
+                f"options.name is {str(name)[:60]!r}, which is not a game that plays alone and "
                 f"without a network, from more than one start: name one of "
                 f"{', '.join(sorted(NAMES))}"
             )

@@ -43,16 +43,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="environment variable with the key of a client; needed beyond loopback; may be given "
-        "many times",
+        help=(
+            "environment variable with the key of a client, needed beyond loopback; may be "
+            "given many times"
+        ),
     )
     parser.add_argument(
-        "--check", action="store_true", help="only check the config and the options; start nothing"
+        "--check", action="store_true", help="check only the config and the options; start nothing"
     )
 
 
 @command(
-    "train and sample models of clients of the Tinker protocol",
+    "serve training and sampling to clients of the Tinker protocol",
     _add_serve,
     many_files=True,
     group="servers",

@@ -97,8 +97,8 @@ def _ended(config: Config, status: int, stacks: str) -> UnusableTask:
     if stacks.startswith("Timeout"):
         how = f"held Python's interpreter for {config.supervision.hang_s:g} s"
     error = UnusableTask(
-        f"the code of the task {how} in a dry episode: mend that line, or run it in a process of "
-        "its own"
+        f"the code of the task {how} in a dry episode: correct that line, or run it in a process "
+        "of its own"
     )
     for frames in parsed_stacks(stacks).threads.values():
         for one in frames:

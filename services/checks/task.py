@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from composer_mesh.configs.losses import CorrectedLoss
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.waiting import in_background
 from composer_mesh.planning.model_sizes import UnknownSizes, parameter_count, sizes_of
@@ -259,7 +260,7 @@ def check_task(config: Config, task: Task) -> None:
     if config.serves_experts:
         raise UnusableTask(
             f"task {task.name!r} has no expert but the config has teachers or a hint writer of "
-            "kind 'builtin', which ask it: define expert(self, messages), or name others"
+            "kind 'builtin', which query it: define expert(self, messages), or name others"
         )
 
 
@@ -338,8 +339,8 @@ def _describe(config: Config, task: Task, index: int, judges: ExampleJudges) -> 
         yield f"task {task.name!r}: judge {names} was not called, its answers are examples"
     if task.has_expert and not dry.success and not judges.called:
         yield (
-            f"task {task.name!r}: its expert's episode is no success, so a warm start imitates "
-            f"failures: mend expert(), the rewards or success_at, which is {task.success_at:g}"
+            f"task {task.name!r}: its expert's episode does not succeed, so a warm start imitates "
+            f"failures: correct expert(), the rewards or success_at, which is {task.success_at:g}"
         )
     if not (task.rewards or task.turn_rewards):
         yield (
@@ -428,6 +429,16 @@ def facts_of(config: Config, task: Task, heldout: int) -> Iterator[str]:
         f"{rollouts * config.policy.max_context:,} with all that they read; computed in "
         f"microbatches of {config.trainer.microbatch_tokens:,}"
     )
+    loss = config.loss
+    if (
+        generator.quantization != "none"
+        and isinstance(loss, CorrectedLoss)
+        and loss.correction == "none"
+    ):
+        yield (
+            f"generator.quantization is {generator.quantization!r} and nothing corrects for its "
+            "log-probs: set loss.correction to 'token_truncate'"
+        )
     yield TIME
 
 

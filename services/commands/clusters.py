@@ -40,43 +40,55 @@ def launch(arguments: argparse.Namespace) -> int:
         "--listen",
         default="tls://auto:0",
         metavar="ADDRESS",
-        help="tls://HOST:PORT or tcp://HOST:PORT; auto is this host's private address, port 0 a "
-        "free one; tls://auto:0 by default",
+        help=(
+            "address to listen on, tls://HOST:PORT or tcp://HOST:PORT; auto is this host's "
+            "private address, port 0 a free one (default: tls://auto:0)"
+        ),
     ),
-    argument("--name", default="", help="of this host in the run; its own by default"),
+    argument("--name", default="", help="name of this host in the run (default: its own)"),
     argument(
         "--roster", type=Path, metavar="DIR", help="folder in which workers announce themselves"
     ),
     argument(
-        "--authority", type=Path, metavar="DIR", help="folder with ca.pem and ca.key; tls needs it"
+        "--authority",
+        type=Path,
+        metavar="DIR",
+        help="folder with ca.pem and ca.key; required for tls",
     ),
     argument(
         "--lease",
         type=seconds,
         default=15.0,
         metavar="S",
-        help="seconds without the controller after which all of the run here ends; 15 by default",
+        help=(
+            "seconds without the controller after which everything of the run here ends "
+            "(default: 15)"
+        ),
     ),
     argument(
         "--wait",
         type=seconds,
         default=600.0,
         metavar="S",
-        help="seconds to wait for the controller to come; 600 by default",
+        help="seconds to wait for the controller (default: 600)",
     ),
-    argument("--with-process", type=int, metavar="PID", help="end when this local process is gone"),
+    argument(
+        "--with-process", type=int, metavar="PID", help="end when this local process has ended"
+    ),
     argument(
         "--subnet",
         action="append",
         default=[],
         metavar="CIDR",
-        help="network whose addresses may be listened on; any private one by default; may be "
-        "given many times",
+        help=(
+            "network with the addresses to listen on; may be given many times (default: any "
+            "private one)"
+        ),
     ),
     argument(
         "--any-address",
         action="store_true",
-        help="listen on public addresses too, where whoever gets through may run any code",
+        help="listen on public addresses too, where whoever connects may run any code",
     ),
     many_files=True,
     group="servers",
@@ -106,9 +118,11 @@ def worker(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "let a run write a checkpoint and end",
+    "write a checkpoint of a run and end it",
     RUN,
-    argument("--now", action="store_true", help="without a checkpoint, in the middle of the step"),
+    argument(
+        "--now", action="store_true", help="stop in the middle of the step, without a checkpoint"
+    ),
     group="runs",
     example="stop runs/quickstart",
 )
@@ -123,7 +137,7 @@ def stop(arguments: argparse.Namespace) -> int:
     "add a host to a live run",
     RUN,
     argument(
-        "address", metavar="ADDRESS", help="where a worker listens, such as tls://10.0.0.7:22300"
+        "address", metavar="ADDRESS", help="address of a worker, such as tls://10.0.0.7:22300"
     ),
     group="servers",
     example="join runs/quickstart tls://10.0.0.7:22300",

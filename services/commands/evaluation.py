@@ -35,7 +35,7 @@ from composer_mesh.services.evaluation.target import EvalRefused, Target, target
 from composer_mesh.services.schedule.stopping import CommandSignals
 from composer_mesh.tasks.loading import make_task
 
-PRICE = "a URL's price of a million {} tokens, which --max-usd needs"
+PRICE = "dollars for a million {} tokens of a URL; required for --max-usd"
 KEYS_OF_URLS = ("model", "api_key_env", "max_usd", "prompt_usd", "completion_usd")
 
 
@@ -44,36 +44,63 @@ KEYS_OF_URLS = ("model", "api_key_env", "max_usd", "prompt_usd", "completion_usd
     argument(
         "target",
         metavar="CONFIG|RUN|CHECKPOINT|URL",
-        help="a TOML file, a preset, a run directory, a model folder, or an OpenAI-compatible URL",
+        help="TOML file, preset, run directory, model folder, or OpenAI-compatible URL",
     ),
     argument(
         "--task",
         metavar="TASK|CONFIG",
-        help="as in data.task, a TOML file or a preset; for URLs and model folders outside of runs",
+        help=(
+            "task as in data.task, a TOML file or a preset; for URLs and for model folders "
+            "outside of runs"
+        ),
     ),
-    argument("--samples", type=int, default=1, metavar="K", help="of each episode; 1 by default"),
-    argument("--report", type=output_path, metavar="FILE", help="write the figures there as JSON"),
+    argument(
+        "--samples", type=int, default=1, metavar="K", help="samples of each episode (default: 1)"
+    ),
+    argument(
+        "--report", type=output_path, metavar="FILE", help="write the figures to this file as JSON"
+    ),
     output("where traces are stored (default: runs/NAME-eval; an earlier one moves aside)"),
     argument(
-        "--resume", action="store_true", help="play only what is not stored in that directory"
+        "--resume",
+        action="store_true",
+        help="play only the episodes that are not stored in that directory",
     ),
     argument(
         "--policy",
         choices=("gold", "empty"),
         help="play the task's own gold actions, or empty answers, in place of a config's model",
     ),
-    argument("--model", metavar="NAME", help="of the model that a URL serves"),
-    argument("--api-key-env", metavar="NAME", help="environment variable with the key of a URL"),
-    argument("--max-tokens", type=int, default=1024, metavar="N", help="of a URL's answer; 1024"),
+    argument("--model", metavar="NAME", help="model name in requests to a URL"),
     argument(
-        "--max-usd", type=dollars, metavar="USD", help="ceiling of what a URL may cost in all"
+        "--api-key-env", metavar="NAME", help="environment variable with the API key for a URL"
+    ),
+    argument(
+        "--max-tokens",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="maximum tokens of a URL's answer (default: 1024)",
+    ),
+    argument(
+        "--max-usd", type=dollars, metavar="USD", help="maximum total cost of a URL, in dollars"
     ),
     argument("--prompt-usd", type=dollars, metavar="USD", help=PRICE.format("prompt")),
     argument("--completion-usd", type=dollars, metavar="USD", help=PRICE.format("answer")),
     argument(
-        "--concurrency", type=int, default=16, metavar="N", help="requests to a URL at once; 16"
+        "--concurrency",
+        type=int,
+        default=16,
+        metavar="N",
+        help="concurrent requests to a URL (default: 16)",
     ),
-    argument("--timeout", type=seconds, default=120.0, metavar="S", help="of a URL's answer; 120"),
+    argument(
+        "--timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="seconds to wait for a URL's answer (default: 120)",
+    ),
     add_set,
     signals=True,
     group="train",
@@ -177,7 +204,7 @@ def _refuse_unfit(arguments: argparse.Namespace, target: Target) -> None:
         for name in KEYS_OF_URLS:
             if getattr(arguments, name) is not None:
                 option = name.replace("_", "-")
-                raise EvalRefused(f"--{option} is for URLs and {target.name} is none: remove it")
+                raise EvalRefused(f"--{option} is for URLs, which {target.name} is not: remove it")
     elif arguments.model is None:
         raise EvalRefused(f"{target.url} serves models by name: add --model NAME")
     else:

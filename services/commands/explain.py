@@ -17,7 +17,7 @@ WIDTH = 100
         "key",
         nargs="?",
         metavar="KEY",
-        help="as in --set: trainer.lr, or a table; all when not given",
+        help="key as in --set, such as trainer.lr, or a table (default: all keys)",
     ),
     group="configs",
     example="explain trainer.lr",

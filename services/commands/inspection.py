@@ -15,7 +15,7 @@ from composer_mesh.services.inspection.ending import ending_of
     "show the mesh of a live run: hosts, processes and actors",
     RUN,
     as_json("one object"),
-    argument("--watch", action="store_true", help="keep drawing until Ctrl-C"),
+    argument("--watch", action="store_true", help="redraw until Ctrl-C"),
     group="runs",
     example="tree runs/quickstart --watch",
 )
@@ -34,7 +34,7 @@ def tree(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "show what happened in a run, or happens now",
+    "show the events of a run, also while it is running",
     RUN,
     argument("--follow", action="store_true", help="continue until the run ends"),
     as_json("each event"),
@@ -61,7 +61,10 @@ def _print_ending(run: Path) -> None:
     "change the number of replicas in a live run",
     RUN,
     argument(
-        "sizes", nargs="+", metavar="KIND=N", help="replicas to have, for example generator=3"
+        "sizes",
+        nargs="+",
+        metavar="KIND=N",
+        help="number of replicas of a kind, for example generator=3",
     ),
     group="runs",
     example="scale runs/quickstart generator=3",
@@ -92,7 +95,7 @@ def stacks(arguments: argparse.Namespace) -> int:
 @command(
     "query the telemetry of a live run in SQL",
     RUN,
-    argument("sql", metavar="SQL", help='for example "SELECT * FROM actors"'),
+    argument("sql", metavar="SQL", help='query, for example "SELECT * FROM actors"'),
     as_json("each row"),
     group="runs",
     example='query runs/quickstart "SELECT * FROM actors"',
@@ -118,7 +121,7 @@ def tui(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "find what is damaged or missing in a run directory",
+    "check a run directory for damaged or missing data",
     RUN,
     as_json("one object"),
     group="runs",

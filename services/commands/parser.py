@@ -25,7 +25,7 @@ PROGRAM = "composer-mesh"
 Group = Literal["train", "runs", "configs", "tasks", "servers", "others"]
 GROUPS: Mapping[Group, str] = {
     "train": "train and evaluate",
-    "runs": "look at a run and steer it",
+    "runs": "inspect and control a run",
     "configs": "configs",
     "tasks": "data and tasks",
     "servers": "servers and clusters",
@@ -34,9 +34,9 @@ GROUPS: Mapping[Group, str] = {
 """Titles of the groups of commands, in the order of the help."""
 EXAMPLES = {
     "train quickstart": "train a small model on this machine",
-    "tree --watch": "look at the newest run while it trains",
+    "tree --watch": "watch the newest run while it trains",
     "traces --failed": "list the rollouts that failed",
-    "explain trainer.lr": "what a key of a config means",
+    "explain trainer.lr": "explain a key of a config",
     "train quickstart --resume": "continue a run that was stopped",
 }
 USAGE_ERROR = 2
@@ -208,7 +208,7 @@ RUN = argument(
     nargs="?",
     type=Path,
     metavar="RUN",
-    help=f"a run directory (default: the newest in {RUNS}/)",
+    help=f"run directory (default: the newest in {RUNS}/)",
 )
 """The run that a command is about; `cli` fills in the newest one."""
 
@@ -234,7 +234,7 @@ add_set = argument(
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", type=Path, metavar="CONFIG", help="a TOML file, or the name of a preset"
+        "config", type=Path, metavar="CONFIG", help="TOML file, or name of a preset"
     )
     add_set(parser)
 
@@ -242,10 +242,17 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:
     """Add where a server listens, and which hosts requests may name."""
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 127.0.0.1 by default"
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1)",
     )
     parser.add_argument(
-        "--port", type=int, default=port, metavar="N", help=f"{port} by default; 0 is a free one"
+        "--port",
+        type=int,
+        default=port,
+        metavar="N",
+        help=f"port to listen on; 0 takes a free one (default: {port})",
     )
     parser.add_argument(
         "--allow-host",
@@ -279,12 +286,12 @@ def first_refused_option(error: ValidationError) -> str:
 def seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return value
 
 
 def dollars(text: str) -> float:
     value = float(text)
     if not 0 <= value <= LARGEST_USD:
-        raise argparse.ArgumentTypeError(f"{text} is no number of dollars from 0 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of dollars from 0 on")
     return value

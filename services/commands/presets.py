@@ -10,8 +10,8 @@ from composer_mesh.services.commands.parser import argument, command, output
 
 
 @command(
-    "list the configs that are shipped, or copy one",
-    argument("--copy", metavar="NAME", help="write this preset to a file, to change it"),
+    "list the presets, or copy one",
+    argument("--copy", metavar="NAME", help="write this preset to a file, to edit it"),
     output("new file for --copy (default: NAME.toml)", metavar="FILE"),
     group="configs",
     example="presets --copy quickstart",
@@ -33,7 +33,7 @@ def _copy(name: str, place: Path | None) -> int:
     if name not in shipped.names():
         near = nearest(name, shipped.names())
         repair = did_you_mean(near) if near else "composer-mesh presets lists all"
-        raise UsageError(f"--copy {name[:80]!r} is no preset: {repair}")
+        raise UsageError(f"--copy {name[:80]!r} is not a preset: {repair}")
     file = place or Path(shipped.file_of(name).name)
     try:
         with file.open("x", encoding="utf-8") as new:

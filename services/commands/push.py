@@ -28,7 +28,7 @@ OWN_NAMES = ("_name_or_path", "_model_name_or_path")
 @command(
     "upload a checkpoint of a run to a hub, with a model card",
     RUN,
-    argument("repository", metavar="ORG/NAME", help="the model's id on the hub"),
+    argument("repository", metavar="ORG/NAME", help="id of the model on the hub"),
     argument(
         "--checkpoint", type=int, metavar="N", help="step of the checkpoint (default: the newest)"
     ),
@@ -46,7 +46,7 @@ def push(arguments: argparse.Namespace) -> int:
     named = HubId.parse(arguments.repository)
     if named is None or named.part or named.revision:
         raise UsageError(
-            f"{arguments.repository[:200]!r} is no id of a repository: write ORG/NAME, and a "
+            f"{arguments.repository[:200]!r} is not an id of a repository: write ORG/NAME, and a "
             "branch as --revision"
         )
     checkpoint = _exported(run, arguments.checkpoint)

@@ -40,13 +40,16 @@ def _add_traces(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         action=_Trace,
         metavar="TRACE",
-        help="for show: a trace_id, or GROUP/SAMPLE",
+        help="rollout for show: a trace_id, or GROUP/SAMPLE",
     )
     _add_filters(parser)
     _add_list_options(parser)
-    parser.add_argument("--full", action="store_true", help="show long texts to their end")
+    parser.add_argument("--full", action="store_true", help="show long texts in full")
     parser.add_argument(
-        "--format", choices=FORMATS, default="parquet", help="of export; parquet by default"
+        "--format",
+        choices=FORMATS,
+        default="parquet",
+        help="format of the export (default: parquet)",
     )
     output("where export writes")(parser)
 
@@ -65,32 +68,45 @@ class _Trace(argparse.Action):
         if found.action not in ACTIONS:
             near = nearest(found.action, ACTIONS) or nearest(str(found.run), ACTIONS)
             repair = did_you_mean(near) if near else f"write one of {', '.join(ACTIONS)}"
-            parser.error(f"{found.action[:40]!r} is no action: {repair}")
+            parser.error(f"{found.action[:40]!r} is not an action: {repair}")
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--group", type=int, metavar="N", help="of one prompt group")
-    parser.add_argument("--step", type=int, metavar="N", help="that trained step N; 1 is the first")
-    parser.add_argument("--split", choices=("train", "heldout"), help="of one split")
-    parser.add_argument("--min-reward", type=float, metavar="R", help="of this reward or more")
-    parser.add_argument("--max-reward", type=float, metavar="R", help="of this reward or less")
-    parser.add_argument("--failed", action="store_true", help="without success")
+    parser.add_argument("--group", type=int, metavar="N", help="rollouts of prompt group N")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="rollouts that trained step N, from 1"
+    )
+    parser.add_argument("--split", choices=("train", "heldout"), help="rollouts of this split")
+    parser.add_argument(
+        "--min-reward", type=float, metavar="R", help="rollouts with this reward or more"
+    )
+    parser.add_argument(
+        "--max-reward", type=float, metavar="R", help="rollouts with this reward or less"
+    )
+    parser.add_argument("--failed", action="store_true", help="rollouts without success")
     parser.add_argument(
         "--error",
         action="append",
         default=[],
         metavar="KIND",
-        help="with an error of this kind; may be given many times",
+        help="rollouts with an error of this kind; may be given many times",
     )
 
 
 def _add_list_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sort", choices=SORT_KEYS, default="group", help="group by default, smallest first"
+        "--sort",
+        choices=SORT_KEYS,
+        default="group",
+        help="order of the list, smallest first (default: group)",
     )
-    parser.add_argument("--reverse", action="store_true", help="the largest first")
+    parser.add_argument("--reverse", action="store_true", help="list the largest first")
     parser.add_argument(
-        "--limit", type=int, default=SHOWN, metavar="N", help=f"{SHOWN} by default; 0 for all"
+        "--limit",
+        type=int,
+        default=SHOWN,
+        metavar="N",
+        help=f"maximum number of rollouts to list; 0 lists all (default: {SHOWN})",
     )
     as_json("each rollout")(parser)
 
@@ -115,21 +131,26 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="RUN|TRACES",
-        help=f"a run directory (default: the newest in {RUNS}/), its traces folder, or a .jsonl "
-        "file of traces",
+        help=(
+            f"run directory (default: the newest in {RUNS}/), its traces folder, or a .jsonl "
+            "file of traces"
+        ),
     )
     parser.add_argument(
         "--teachers",
         metavar="SPEC",
-        help="a TOML file with [replay] and [[replay.teachers]], or OpenRouter model ids with "
-        "commas between them; the run's own teachers when not given",
+        help=(
+            "TOML file with [replay] and [[replay.teachers]], or OpenRouter model ids "
+            "separated by commas (default: the run's own teachers)"
+        ),
     )
     parser.add_argument(
         "--max-usd",
         type=float,
         metavar="USD",
-        help="most that this replay may cost, all its repetitions together; replay.budget.usd "
-        "when not given",
+        help=(
+            "maximum cost of this replay, including its repetitions (default: replay.budget.usd)"
+        ),
     )
     output(
         "where the pairs are written, as JSON lines; what has been paid for is next to it in "
@@ -138,23 +159,23 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )(parser)
     add_set(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="price the job and stop; asks no teacher"
+        "--dry-run", action="store_true", help="price the job and stop; sends no query"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask about the first N states only")
+    parser.add_argument("--limit", type=int, metavar="N", help="query only the first N states")
     parser.add_argument(
         "--concurrency",
         type=int,
         default=CONCURRENCY,
         metavar="N",
-        help=f"states under way at once; {CONCURRENCY} by default",
+        help=f"states in flight at once (default: {CONCURRENCY})",
     )
     parser.add_argument(
-        "--report", type=output_path, metavar="FILE", help="write the report there as well"
+        "--report", type=output_path, metavar="FILE", help="write the report to this file too"
     )
 
 
 @command(
-    "make preference pairs of the traces of a run",
+    "make preference pairs from the traces of a run",
     _add_replay,
     signals=True,
     group="tasks",
@@ -183,28 +204,34 @@ class _Reward(argparse.Action):
 @command(
     "post a reward for a rollout of a run, also after training on it",
     RUN,
-    argument("trace", nargs="?", metavar="TRACE", help="a trace_id of its traces"),
+    argument("trace", nargs="?", metavar="TRACE", help="trace_id of a rollout of the run"),
     argument(
         "reward",
         nargs="?",
         type=float,
         action=_Reward,
         metavar="REWARD",
-        help="in place of its first one",
+        help="reward that replaces the first one",
     ),
     argument(
-        "--file", type=Path, metavar="FILE", help="JSON lines with trace_id and reward, for many"
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with trace_id and reward, for many rewards",
     ),
     argument(
-        "--follow", type=Path, metavar="FILE", help="the same, and what is added until the run ends"
+        "--follow",
+        type=Path,
+        metavar="FILE",
+        help="like --file, and post what is appended until the run ends",
     ),
     argument(
         "--openenv",
         metavar="URL",
-        help="post what an OpenEnv server tells of this run's episodes, until the run ends",
+        help="post what an OpenEnv server reports about this run's episodes, until the run ends",
     ),
     argument("--token-env", metavar="NAME", help="environment variable with the server's token"),
-    argument("--source", default="", metavar="TEXT", help="who says so; kept with it"),
+    argument("--source", default="", metavar="TEXT", help="source of the reward, stored with it"),
     group="runs",
     example="reward runs/quickstart train/12/0/1 0.5",
 )

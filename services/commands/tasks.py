@@ -12,7 +12,7 @@ from composer_mesh.services.commands.parser import add_set, argument, command, o
 
 @command(
     "write a package with a task of your own, ready to run",
-    argument("name", metavar="NAME", help="of the package, such as my_task"),
+    argument("name", metavar="NAME", help="name of the package, such as my_task"),
     output("where it is written, a new or empty folder (default: ./NAME)"),
     group="tasks",
     example="new-task my_task",
@@ -32,21 +32,26 @@ def new_task(arguments: argparse.Namespace) -> int:
     argument(
         "task",
         metavar="TASK|CONFIG",
-        help="as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
+        help="task as in data.task, such as my_task.py:MyTask; or a TOML file or preset",
     ),
     argument(
         "--episode",
         type=int,
         default=0,
         metavar="N",
-        help="which one, from 0; the first by default",
+        help="number of the episode, from 0 (default: 0)",
     ),
-    argument("--split", choices=("train", "heldout"), default="train", help="train by default"),
+    argument(
+        "--split",
+        choices=("train", "heldout"),
+        default="train",
+        help="split of the episode (default: train)",
+    ),
     argument(
         "--scripted",
         default="",
         metavar="expert|FILE",
-        help="the task's expert acts, or a file with an action a line, in place of a person",
+        help="act by the task's expert, or by a file with an action a line, in place of a person",
     ),
     add_set,
     many_files=True,

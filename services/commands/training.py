@@ -144,8 +144,7 @@ def _of_run(name: str, *alone: Add) -> tuple[Add, ...]:
             argument(
                 "--auto-resume",
                 action="store_true",
-                help="continue the run in that directory, or begin it; a finished one stays as "
-                "it is",
+                help="continue or begin the run in that directory; keep a finished one unchanged",
             ),
             *alone,
         ),

@@ -84,7 +84,7 @@ class Control:
             return {"refused": "a request is one JSON object with a command and its arguments"}
         if command not in self._commands:
             known = ", ".join(sorted(self._commands))
-            return {"refused": f"{command!r} is no command of this run, which knows {known}"}
+            return {"refused": f"{command!r} is not a command of this run, which knows {known}"}
         try:
             return {"answer": await self._commands[command](**arguments)}
         except ControlRefused as error:

@@ -107,7 +107,7 @@ def read_checksums(root: Path) -> dict[str, FileSum]:
 
 def _file_sum(bytes: int, crc32: str) -> FileSum:
     if type(bytes) is not int or bytes < 0 or not _CRC.fullmatch(crc32):
-        raise ValueError("a checksum is none")
+        raise ValueError("a checksum is malformed")
     return FileSum(bytes, int(crc32, 16))
 
 

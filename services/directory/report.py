@@ -120,7 +120,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
 def _object(line: bytes) -> dict[str, Any]:
     value = parsed_json(line)
     if not isinstance(value, dict):
-        raise ValueError("a line is no JSON object")
+        raise ValueError("a line is not a JSON object")
     return value
 
 

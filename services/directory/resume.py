@@ -108,9 +108,9 @@ def _refuse_without_store(output: Path, done: int) -> None:
     """Raises where steps were written, but the store is gone."""
     if done and not (output / STORE_FILE).is_file():
         raise RunDirectoryError(
-            f"--resume {output} holds {done} steps but no {STORE_FILE}, without which no run goes "
-            "on. Put it back where it was taken away, or begin a new run from what this one has "
-            f"learned: set policy.path to {_checkpoint(output)}"
+            f"--resume {output} holds {done} steps but no {STORE_FILE}, without which no run can "
+            "be resumed: restore it if it was removed, or start a new run from this one's weights "
+            f"with policy.path set to {_checkpoint(output)}"
         )
 
 
@@ -124,8 +124,8 @@ def _refusal(output: Path, unsafe: Sequence[Change]) -> str:
     more = f"\n  and {len(unsafe) - MOST_CHANGES} more" if len(unsafe) > MOST_CHANGES else ""
     return (
         f"--resume {output} cannot continue with these changes:\n  {named}{more}\n"
-        f"give {output / CONFIG_FILE} as the config, or begin a new run from what this one has "
-        f"learned: a checkpoint is a model folder, so set policy.path to {_checkpoint(output)}"
+        f"give {output / CONFIG_FILE} as the config, or start a new run from this one's weights: "
+        f"a checkpoint is a model folder, so set policy.path to {_checkpoint(output)}"
     )
 
 

@@ -76,7 +76,7 @@ def _check_fits(config: Config, before: Config, run: Path) -> None:
     """Refuse a run that fine-tuned another model, or wrote its conversations in another way."""
     if before.sft is None or not before.run.name.endswith(SUFFIX):
         raise NoStart(
-            f"policy.start names {run}, which is no supervised run: set policy.path to its "
+            f"policy.start names {run}, which is not a supervised run: set policy.path to its "
             f"checkpoint in {run / FOLDER}"
         )
     config = pinned_as(config, before)

@@ -95,8 +95,8 @@ class RolloutsFail(Worded, MeshError):
     """Too few rollouts succeed to continue the run: what was found, the last failure, its frame."""
 
     message = (
-        "{0}; the last failure was {1}: mend what failed (poisoned.jsonl in the run directory has "
-        "the episodes that were set aside), or raise supervision.rollout_retries"
+        "{0}; the last failure was {1}: correct what failed (poisoned.jsonl in the run directory "
+        "has the episodes that were set aside), or raise supervision.rollout_retries"
     )
 
     @property

@@ -68,8 +68,8 @@ def target_of(named: str, task: str | None, overrides: Sequence[str]) -> Target:
         _refuse_task(task, "a preset", named)
         return Target(named, _resolved(read_table(path), overrides, named))
     raise EvalRefused(
-        f"{named} is neither a config (.toml), a preset, the directory of a run, a model folder "
-        f"(with {MODEL_FILE}), a URL, nor an id of a hub (ORG/NAME) with --task: correct it"
+        f"{named} cannot be evaluated: name a config (.toml), a preset, a run directory, a model "
+        f"folder (with {MODEL_FILE}), a URL, or with --task an id of a hub (ORG/NAME)"
     )
 
 

@@ -114,7 +114,7 @@ def stacks_command(
             f"{found_run}: has the run ended?"
         )
     if not is_of_this_user(status.pid):
-        raise RunUnavailable(f"{found_run} is a run of another user: they can read its stacks")
+        raise RunUnavailable(f"{found_run} is a run of another user: only they can read its stacks")
     console = Console(highlight=False)
     found = asyncio.run(all_stacks(found_run, status, native))
     for stacks in found:
@@ -203,7 +203,7 @@ def tui_command(run: Path) -> int:
     """Open Monarch's own terminal interface on a live run, until the user quits it."""
     status = status_of(live_run(run))
     if status.admin_url is None:
-        raise RunUnavailable("the run has no admin server yet: ask again in a moment")
+        raise RunUnavailable("the run has no admin server yet: try again in a moment")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RunUnavailable("the interface needs a terminal: use composer-mesh tree instead")
     open_tui(status.admin_url, TlsFiles.of_status(status.admin_tls))

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_mesh.configs.errors import shown
-from composer_mesh.planning.host_capacity import WHOLE, HostResources, Placed
+from composer_mesh.planning.host_capacity import WHOLE, HostResources, Placed, busiest
 from composer_mesh.planning.memory import SHARED_CODE, in_gb, total
 from composer_mesh.planning.mesh_layout import MeshPlan
 from composer_mesh.planning.placement_solver import Placement
@@ -117,9 +117,9 @@ def _process(placed: Placed, gpu_memory: int) -> tuple[str, ...]:
 
 def _host(host: HostResources, placed: Sequence[Placed]) -> tuple[str, ...]:
     own = sum(one.process.cores for one in placed)
-    gpus = sum(one.process.gpus for one in placed) / WHOLE
+    gpus = busiest((one.process, one.process.gpus) for one in placed) / WHOLE
     memory = SHARED_CODE + sum(one.process.host_bytes for one in placed)
-    on_gpus = sum(one.gpu_bytes * len(one.gpus) for one in placed)
+    on_gpus = busiest((one.process, one.gpu_bytes * len(one.gpus)) for one in placed)
     return (
         "all",
         host.name,

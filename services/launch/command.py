@@ -17,13 +17,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.paths import with_whole_paths
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.hosts.address import BadAddress, channel_of, split
+from composer_mesh.mesh.hosts.address import BadAddress, split
 from composer_mesh.mesh.hosts.certificates import BadAuthority, make_authority
 from composer_mesh.mesh.open_folder import OpenFolder
 from composer_mesh.mesh.processes import is_alive
@@ -34,7 +33,6 @@ from composer_mesh.services.directory.claim import (
     RUNS,
     claimed,
     holder,
-    holds_a_run,
     refuse_a_used,
     set_aside,
 )
@@ -49,6 +47,7 @@ from composer_mesh.services.directory.resume import (
     resume_command,
 )
 from composer_mesh.services.directory.status import RunUnavailable, read_status
+from composer_mesh.services.launch.dry_run import makes_authority, print_plan
 from composer_mesh.services.launch.handle import (
     HandleNotOurs,
     follow,
@@ -66,11 +65,9 @@ from composer_mesh.services.launch.ports import (
     launcher_of,
 )
 from composer_mesh.services.launch.workers import (
-    CONTROLLER,
     FOLDER,
     authority_of,
     with_config,
-    workers_of,
     write_files,
 )
 from composer_mesh.services.schedule.stopping import GRACE_S, SHUTDOWN_S
@@ -248,7 +245,7 @@ def submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle:
             with OpenFolder(order.output) as opened:
                 opened.make(FOLDER)
             write_files(plan)
-            if _makes_authority(order):
+            if makes_authority(order):
                 make_authority(authority_of(order))
         handle = launcher.submit(order, plan)
     except BadAuthority as bad:
@@ -257,46 +254,6 @@ def submit(launcher: Launcher, order: Order, plan: Plan, named: bool) -> Handle:
         raise LaunchFailed(str(failed)) from failed
     write_handle(order.output, handle)
     return handle
-
-
-def _makes_authority(order: Order) -> bool:
-    """Whether the run's hosts use TLS with the run's own certificate authority."""
-    cluster = order.config.cluster
-    if cluster.kind not in ("hosts", "slurm") or cluster.authority is not None:
-        return False  # a pod launcher stores it in a Secret
-    return not any(
-        channel_of(one).startswith("tcp:") for one in (*cluster.workers, cluster.address or "")
-    )
-
-
-def print_plan(order: Order, plan: Plan) -> None:
-    """Print all files and commands, in order."""
-    if not order.resume and holds_a_run(order.output):
-        print(f"# the earlier run in {order.output} would be moved aside")
-    for path, text in plan.files.items():
-        print(f"# file {path}")
-        print("(secret, not shown)" if path in plan.secret else text.rstrip("\n"))
-        print()
-    if _makes_authority(order):
-        print(f"# certificate authority of the run: {authority_of(order)} (secret, not shown)\n")
-    print(f"# commands, in {order.folder}")
-    for command in plan.commands:
-        print(shlex.join(command))
-    if any(CONTROLLER in command for command in plan.commands):
-        print(f"# {CONTROLLER} is the process id of train, known when that has been started")
-    for line in _expected(order):
-        print(f"# {line}")
-
-
-def _expected(order: Order) -> Sequence[str]:
-    """Describe the workers that the user has to start."""
-    if order.config.cluster.kind != "hosts":
-        return []
-    return [
-        f"worker {one.name} must be running already: {shlex.join(one.command(order))}"
-        for one in workers_of(order)
-        if one.expected
-    ]
 
 
 def _print_handle(output: Path, handle: Handle, telemetry: bool) -> None:

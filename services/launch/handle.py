@@ -153,7 +153,7 @@ def _run_there(run: Path, handle: Handle, prefix: Sequence[str], words: Sequence
     if status == SSH_FAILED and Path(command[0]).name == "ssh":
         raise RunUnavailable(
             f"the controller of {run} cannot be reached by {shlex.join(prefix[:4])}: its own "
-            "words are above"
+            "messages are above"
         )
     return status
 
@@ -253,7 +253,7 @@ def _sh(script: str) -> str:
     return shlex.join(["sh", "-c", script])
 
 
-REPAIR = "put it back from a copy, or remove it where the run is on this machine"
+REPAIR = "restore it from a copy, or remove it if the run is on this machine"
 JOBS = {
     "local": re.compile(r"\d{1,10}@(\d{1,20}|\?)"),
     "hosts": re.compile(r"\d{1,10}(@(\d{1,20}|\?))?"),
@@ -303,7 +303,7 @@ def read_handle(place: Path) -> Handle | None:
 def _check_kind(handle: Handle) -> None:
     """Raise ValueError for a field that `launch` writes of no run of this kind."""
     if not JOBS.get(handle.kind, ANY_JOB).fullmatch(handle.job):
-        raise ValueError(f"job is {handle.job[:80]!r}, which is none of {handle.kind}")
+        raise ValueError(f"job is {handle.job[:80]!r}, which is not a job of {handle.kind}")
     if handle.destination and (why := unstorable(handle.destination, handle.options)):
         raise ValueError(why)
 
@@ -338,7 +338,7 @@ def follow(launcher: Launcher, handle: Handle, place: Path) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write(
-            "\ncomposer-mesh: not followed any more, and the run continues: end it with "
+            "\ncomposer-mesh: its output is no longer followed, and the run continues: end it with "
             f"composer-mesh stop {shlex.quote(str(place))}\n"
         )
         return INTERRUPTED

@@ -63,7 +63,7 @@ class Plan:
 
 def _absolute(path: Path) -> Path:
     if not path.is_absolute() or "\0" in str(path) or len(str(path)) > LONGEST_WORD:
-        raise ValueError("it is no absolute path")
+        raise ValueError("it is not an absolute path")
     return path
 
 

@@ -130,7 +130,9 @@ async def replay_trace(
     _refuse_repeated([state.state_id for state in frozen])
     count = len(config.replay.teachers) if n is None else n
     if not 1 <= count <= len(config.replay.teachers):
-        raise ReplayRefused(f"n is {n}, but there are {len(teachers)} teachers: ask 1 to that many")
+        raise ReplayRefused(
+            f"n is {n}, but there are {len(teachers)} teachers: query 1 to that many"
+        )
     with kept_in(folder) as place:
         async with opened_panel(
             config,

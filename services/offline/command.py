@@ -197,7 +197,8 @@ class _Ending:
         await self._stopping.until_requested()
         self._teacher_client.stop()
         self._view.say(
-            "stopping: waiting for the answers under way, which are paid; again: drop them"
+            "stopping: waiting for the answers in flight, which are paid; a second signal drops "
+            "them"
         )
 
 
@@ -226,7 +227,7 @@ class ReplayView:
             self.say(line)
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._progress = Progress(
-                TextColumn("asking"),
+                TextColumn("querying"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.description}", markup=False),

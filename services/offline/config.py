@@ -68,9 +68,9 @@ def _nobody(traces: TraceIndex, teachers: object, source: str) -> str:
         path = traces.run / CONFIG_FILE
         if _own_config(path) is None:
             return (
-                f"{path} was not written by a run of this account, so the teachers that it may "
-                "name get no request and no key: name a file of yours with --teachers, or that "
-                "one if you have read whom it asks and with which keys"
+                f"{path} was not written by a run of this account, so teachers that it names get "
+                "no request and no key: name a file of yours with --teachers, or that one if you "
+                "have checked its teachers and keys"
             )
     return f"{source} names no teacher, so nobody can be queried: name some"
 
@@ -80,8 +80,8 @@ def _with_teachers(traces: TraceIndex, teachers: str | Sequence[Table] | None) -
     table = _of_run(traces)
     if teachers is None and traces.run is None:
         raise ReplayRefused(
-            "no teachers are given and the traces lie in no run directory, which would name some: "
-            "add --teachers with a TOML file or OpenRouter model ids"
+            "no teachers are given and the traces are not in a run directory, which would name "
+            "some: add --teachers with a TOML file or OpenRouter model ids"
         )
     if teachers is None:
         return str(traces.run / CONFIG_FILE) if traces.run else "", table

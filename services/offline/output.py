@@ -116,7 +116,7 @@ def check_place(out: Path, job: Job) -> list[str]:
     before = _before(folder_of(out) / JOB_FILE)
     if before is not None and (changed := _differences(before["job"], job)):
         raise ReplayRefused(
-            f"--output {out} belongs to a replay with other {changed}: ask for the same, or name "
+            f"--output {out} belongs to a replay with other {changed}: request the same, or name "
             "another file"
         )
     written: list[str] = before["written"] if before is not None else []
@@ -274,7 +274,7 @@ def plan_lines(plan: ReplayPlan, ceiling: float) -> list[str]:
     ]
     if plan.unknown:
         names = ", ".join(map(plain_text, plan.unknown))
-        lines.append(f"nobody says the prices of {names}, so they are not in these sums")
+        lines.append(f"the prices of {names} are unknown, so they are not in these sums")
     if most > ceiling:
         lines.append("the ceiling is below the most it can cost: it may end before all is queried")
     return lines

@@ -156,7 +156,7 @@ def _add(index: TraceIndex, seen: dict[str, Line], place: Line, line: bytes) -> 
             index.cut += 1
             return
         raise TraceFileError(
-            f"{place.path} line {place.line} is no trace ({short_reason(error)}): repair or "
+            f"{place.path} line {place.line} is not a trace ({short_reason(error)}): repair or "
             "remove it"
         ) from None
     if trace.split != "train" or not trace.turns:

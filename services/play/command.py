@@ -120,11 +120,11 @@ def action_of(line: str, tools: Tools) -> str:
     word, _, rest = line.partition(" ")
     name, _, written = rest.strip().partition(" ")
     if word != "/call" or not name:
-        raise BadLine(f"{plain_text(line, 40)} is no command: {syntax(tools)}")
+        raise BadLine(f"{plain_text(line, 40)} is not a command: {syntax(tools)}")
     try:
         arguments = json.loads(written or "{}")
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"the arguments of {plain_text(name, 40)} are no JSON ({error})") from None
+        raise BadLine(f"the arguments of {plain_text(name, 40)} are not JSON ({error})") from None
     if not isinstance(arguments, dict):
         raise BadLine(
             f"the arguments of {plain_text(name, 40)} are a {type(arguments).__name__} but must be "
@@ -145,7 +145,7 @@ def _call(line: str, tools: Tools) -> str | None:
     try:
         call = ast.parse(line, mode="eval").body
         if not isinstance(call, ast.Call) or any(word.arg is None for word in call.keywords):
-            raise ValueError("it is no call of one tool")
+            raise ValueError("it is not a call of one tool")
         if len(call.args) > len(parameters):
             raise ValueError(f"it has {len(call.args)} values for {len(parameters)} parameters")
         given = dict(zip(parameters, map(_value, call.args), strict=False))
@@ -158,7 +158,7 @@ def _call(line: str, tools: Tools) -> str | None:
         written = ", ".join(f"{one}=VALUE" for one in parameters)
         raise BadLine(
             plain_text(
-                f"{line[:60]} is no call ({reason[:80]}): write {name.strip()}({written}) with "
+                f"{line[:60]} is not a call ({reason[:80]}): write {name.strip()}({written}) with "
                 "literal values, or // before an answer that looks like one"
             )
         ) from None
@@ -171,7 +171,7 @@ def _value(node: ast.expr) -> object:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"{ast.unparse(node)[:40]} is no literal value") from None
+        raise ValueError(f"{ast.unparse(node)[:40]} is not a literal value") from None
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:

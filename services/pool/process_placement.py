@@ -20,6 +20,7 @@ from composer_mesh.planning.placement_solver import (
     WrongHost,
     about,
     aliases_of,
+    by_turns,
     check_described,
     check_found,
     check_has,
@@ -46,6 +47,12 @@ BACKEND_COUNTED = (
 CHECKPOINTED = (
     "trainer.activation_checkpointing is 'auto' and on: without it, {}; steps take about a third "
     "longer; set it to false or true to decide it yourself"
+)
+
+
+NO_GPU_SHARED = (
+    "placement.colocate is true but no process has a GPU: they take turns with the host's own "
+    "memory, which frees caches and gradients alone; give them placement.KIND.gpus"
 )
 
 
@@ -124,7 +131,9 @@ class ProcessPlacements:
         )
         if short is not None:
             notes.append(CHECKPOINTED.format(str(short).splitlines()[0].rstrip(":")))
-        notes += crowded(placement)
+        notes += [*crowded(placement), *by_turns(placement)]
+        if config.placement.colocate and not any(one.gpus for one in placement.placed):
+            notes.append(NO_GPU_SHARED)
         check_together(config, {one.host for one in placement.of_kind("trainer")})
         return cls(placement, tuple(notes), staying, aliases, short is not None)
 

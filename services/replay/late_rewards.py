@@ -151,7 +151,7 @@ class LateRewards:
         found.counts["expired"] += 1
         self._report(
             f"the reward {reward.reward:g} for {reward.trace_id} has waited more than "
-            f"{self._max_age} steps, and its rollout is none of those: raise late_rewards.max_age"
+            f"{self._max_age} steps, and none of them had its rollout: raise late_rewards.max_age"
         )
 
 

@@ -69,7 +69,7 @@ def _post(line: bytes, where: str) -> Post:
         return POST.validate_json(line)
     except ValueError as error:
         raise LateRewardError(
-            f"{where} is no post ({short_reason(error)}): write UTF-8 lines like "
+            f"{where} is not a post ({short_reason(error)}): write UTF-8 lines like "
             '{"trace_id": "train-000000-000", "reward": 0.5}'
         ) from None
 
@@ -106,7 +106,7 @@ def check_takes_rewards(run: Path) -> None:
     """Raise LateRewardError unless a directory is that of a run that takes late rewards."""
     config = run / "config.toml"
     if not config.is_file():
-        raise LateRewardError(f"{run} is no run directory: it has no config.toml")
+        raise LateRewardError(f"{run} is not a run directory: it has no config.toml")
     if not load_config(config, []).late_rewards.on:
         raise LateRewardError(
             f"{run} takes no late rewards, late_rewards.max_age is 0: start the run with the steps "
@@ -174,7 +174,7 @@ class RewardQueue:
                 post = POST.validate_json(line)
             except ValueError as error:
                 reason = plain_text(short_reason(error))
-                self._report(f"line {self._lines} is no post and left out: {reason}")
+                self._report(f"line {self._lines} is not a post and left out: {reason}")
                 continue
             if self._posted[post.trace_id]:
                 self._posted[post.trace_id] -= 1

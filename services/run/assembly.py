@@ -84,8 +84,8 @@ def with_member(config: Config, root: Path) -> Config:
         write_whole(file, f"{member}\n".encode())
     if len(member) != DIGITS or set(member) - set("0123456789abcdef"):
         raise RunDirectoryError(
-            f"{file} holds {member[:40]!r} but must hold {DIGITS} hexadecimal digits: put it back "
-            "from a copy, or remove it, and the run continues from the newest common weights"
+            f"{file} holds {member[:40]!r} but must hold {DIGITS} hexadecimal digits: restore it "
+            "from a copy, or remove it to continue from the newest common weights"
         )
     islands = config.islands.model_copy(update={"member": member})
     return config.model_copy(update={"islands": islands})

@@ -140,7 +140,7 @@ class RunHosts:
         """Return the Python stacks of processes on an attached host, or why there are none."""
         if host not in self._attached:
             known = ", ".join(self._attached) or "none besides this machine"
-            raise ControlRefused(f"{host!r} is no host of this run, which has {known}")
+            raise ControlRefused(f"{host!r} is not a host of this run, which has {known}")
         agent = self._attached[host]
         found: list[StackDump] = await agent.ask("stacks", list(pids), native, deadline_s=STACKS_S)
         return found

@@ -32,6 +32,7 @@ from composer_mesh.services.run.pools import MeshHintWriter, MeshJudges, Pools
 from composer_mesh.services.service import Service
 from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.teaching import SdpoTeachers
+from composer_mesh.services.training.turns import DeviceTurns
 from composer_mesh.tasks.task import Task
 
 DESCRIBE_DEADLINE_S = 5.0
@@ -51,6 +52,8 @@ class RunMesh:
     config: Config
     host: MeshHost
     half: RunHalf
+    turns: DeviceTurns | None
+    """The turns of the actors that share GPUs; None where each keeps its own."""
     trainers: TrainerRanks
     sampling: tuple[Service, Service, Service] | None
     teachers: SdpoTeachers | None
@@ -108,9 +111,11 @@ class RunMesh:
             record("placement", "", note)
         start, token = Pools(config, host, placements, record), new_token()
         words = keys_of(config, "hint_writer", keys, token)
-        teachers = SdpoTeachers(config, host, placements.taker("sdpo_teacher"), record)
-        trainers = TrainerRanks(config, host, placements.taker("trainer"))
         samples, trains, whole = half != "training", half != "sampling", half == "both"
+        turn = asyncio.Event() if whole and config.placement.colocate else None
+        taker = placements.taker("sdpo_teacher")
+        teachers = SdpoTeachers(config, host, taker, record, turn=turn)
+        trainers = TrainerRanks(config, host, placements.taker("trainer"))
         own_teachers = trains and config.sdpo.has_own_actors
         judged = samples and config.judges.on
         _, sampled, replay, reference, _, experts, hints, judge_pool = await together(
@@ -127,10 +132,16 @@ class RunMesh:
         if judge_pool is not None:
             own_keys = keys_of(config, "judge", keys, token)
             judges = MeshJudges(judge_pool, sampled[1], config, own_keys, record)
+        turns: DeviceTurns | None = None
+        if turn is not None:
+            sharing = [sampled[0], *([] if reference is None else [reference])]
+            turns = DeviceTurns(trainers, sharing, turn)
+            turns.teachers = teachers if own_teachers else None
         return cls(
             config=config,
             host=host,
             half=half,
+            turns=turns,
             trainers=trainers,
             sampling=None if sampled is None else tuple(sampled),
             teachers=teachers if own_teachers else None,
@@ -160,21 +171,22 @@ class RunMesh:
     ) -> None:
         """Load every actor; `run` is the run's directory. Waits for all.
 
-        The trainer resumes from `checkpoint` if one is given.
+        The trainer resumes from `checkpoint` if one is given. Where actors share GPUs it has the
+        first turn, and the others load their models in theirs.
         """
-        config = self.config
+        config, awake = self.config, self.turns is None
         loads: list[Coroutine[Any, Any, Any]] = []
         if self.half != "sampling":
             loads.append(self.trainers.load(folder, checkpoint))
         if self.sampling is not None:
-            loads += [self.generators.load(config, folder), self._load_environments()]
+            loads += [self.generators.load(config, folder, awake), self._load_environments()]
             loads.append(
                 self.rollouts.load(config, folder, {one.name: one.tools for one in task.parts})
             )
         if self.teachers is not None:
             loads.append(self.teachers.load(folder))
         if self.reference is not None:
-            loads.append(self.reference.load(config, folder))
+            loads.append(self.reference.load(config, folder, awake))
         if self.judges is not None:
             loads.append(self.judges.load(run))
         loads.append(self._load_asking(task, run))

@@ -206,6 +206,7 @@ class RunParts:
             self.event,
             self._trained_steps,
             checkpoint,
+            self.mesh.turns,
         )
 
     def _trained_steps(self, first: int, until: int) -> list[Trained]:

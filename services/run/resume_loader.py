@@ -41,7 +41,7 @@ from composer_mesh.services.store.rows import (
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.services.training.checkpoint_writes import newest_undamaged
 
-STALE = "it was sampled by a version that does not count any more"
+STALE = "it was sampled by a version that no longer counts"
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Scaling:
         scalable = [name for name in SCALABLE if name in self._pools]
         if kind not in scalable:
             raise ControlRefused(
-                f"{kind!r} is no pool of this run: name one of {', '.join(scalable)}"
+                f"{kind!r} is not a pool of this run: name one of {', '.join(scalable)}"
             )
         if type(count) is not int or not 1 <= count <= self._largest:
             raise ControlRefused(

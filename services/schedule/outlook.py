@@ -64,7 +64,7 @@ Where it is as good as the student, it is behind at half of them or more.
 """
 REPAIR_HINTS = (
     "teach the policy to read hints ([sft] hinted_share), take hints from elsewhere "
-    "(sdpo.hints.sources), or let the channel rest while it does not help (sdpo.min_advantage)"
+    "(sdpo.hints.sources), or pause the channel while it does not help (sdpo.min_advantage)"
 )
 
 

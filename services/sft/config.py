@@ -37,6 +37,7 @@ def sft_config(config: Config) -> Config:
         "trainer": {**rate, **alone, "moe": moe},
         "sdpo": {"alpha": 0.0},
         "replay": {"beta": 0.0},
+        "placement": {"colocate": False},
     }
     changed = {
         name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()

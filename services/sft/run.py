@@ -140,7 +140,7 @@ def load_dataset(config: Config, task: Task, chat: ChatFormat, report: Report) -
             report(number)
     if not found.rows:
         raise UnusableTask(
-            f"no conversation is left to imitate: {len(found.too_long):,} are longer than "
+            f"no conversation remains to imitate: {len(found.too_long):,} are longer than "
             f"policy.max_context, which is {longest}, and {found.held_out:,} held out by their "
             "column 'split': raise policy.max_context, or give other rows"
         )

@@ -66,7 +66,7 @@ class UnreadableManifest(Worded, ValueError):
 
     message = (
         "the manifest of step {0} cannot be read ({1}): take run.sqlite from a copy of the "
-        "run, or begin a new run from one of its checkpoints"
+        "run, or start a new run from one of its checkpoints"
     )
 
 

@@ -177,7 +177,7 @@ def traces_of(content: bytes) -> list[Trace]:
         experts.check_all_taken()
         return _with_others(found)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"it is no group's file: {short_reason(error)}") from error
+        raise ValueError(f"it is not a group's file: {short_reason(error)}") from error
 
 
 def _refuse_other_arrays(tensors: Mapping[str, NDArray[np.generic]]) -> None:

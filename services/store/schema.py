@@ -110,7 +110,7 @@ KIND = FileKind(
 
 
 WHY = "its checksum is that of another row"
-REPAIR = "take run.sqlite from a copy of the run, or begin a new run from one of its checkpoints"
+REPAIR = "take run.sqlite from a copy of the run, or start a new run from one of its checkpoints"
 ROWS_FILE = "rows.jsonl"
 
 

@@ -51,7 +51,7 @@ TRAINED = "train --resume continues, from the step before where it must be train
 WAITS = "train --resume keeps the reward until the rollout is sampled again, or lets it expire"
 COPIES = "train --resume makes it again from run.sqlite"
 FROM_A_COPY = "take it from a copy of the run, or leave it: no part of a run reads it"
-LINK = "remove the link, or put in its place what it leads to"
+LINK = "remove the link, or replace it by its target"
 READ = "correct its permissions"
 AGAIN_WRITTEN = "train --resume writes it again"
 LINES = (EVENTS_FILE, TIMELINE_FILE)
@@ -112,7 +112,7 @@ def _outward_links(root: Path) -> Iterator[Finding]:
 
 
 def _repair(path: Path) -> str:
-    return f"move {path.name} away: what it keeps is queried or counted anew"
+    return f"move {path.name} away: its contents are queried or counted again"
 
 
 def _store(root: Path, live: bool) -> list[Finding]:
@@ -157,7 +157,7 @@ def _compared(root: Path, reader: RunReader, row: GroupRow) -> Iterator[Finding]
         found = {one[0]: one for one in rows.execute(select, (row.group_id,))}
     for trace in traces:
         if (indexed := found.get(trace.trace_id)) is not None and indexed != index_row(trace):
-            why = "the index does not say what its file says"
+            why = "the index differs from its file"
             yield Finding("differs", f"rollout {trace.trace_id}", why, NEW_RUN)
 
 

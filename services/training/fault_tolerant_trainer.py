@@ -15,6 +15,9 @@ The event `trainer_restarted` reports the differences.
 Checkpoints are written concurrently with steps. A step's batch is stored until a later checkpoint
 is on disk; a checkpoint that a death interrupted is written when its step has been replayed. If the
 newest one is damaged, the one before it is used, and the run's store supplies the steps since.
+
+Where processes share GPUs in turns, each attempt first takes the turn that it needs, so that it is
+right whatever was interrupted before it. A restart takes the devices from the generators.
 """
 
 import asyncio
@@ -40,6 +43,7 @@ from composer_mesh.services.training.checkpoint_writes import (
     Earlier,
     StepAttempt,
 )
+from composer_mesh.services.training.turns import NoTurns, Turns
 
 T = TypeVar("T")
 
@@ -61,7 +65,9 @@ class FaultTolerantTrainer:
         record: Recorder,
         earlier: Earlier,
         resumed_from: Checkpoint | None = None,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns or NoTurns()
         self._config, self._ranks, self._step = config, ranks, step
         self._weights, self._teachers = weights, teachers
         self._record, self._earlier = record, earlier
@@ -94,13 +100,20 @@ class FaultTolerantTrainer:
         began = time.monotonic()
         await self.saved()
         await self._attempts.insist(
-            lambda: self._ranks.guard(self._writes.begin(step)), self._recover
+            lambda: self._ranks.guard(self._begin_write(step)), self._recover
         )
+        if self._config.placement.colocate:
+            give_back = self._turns.sample
+            await self._attempts.insist(lambda: self._ranks.guard(give_back()), self._recover)
         self._stall_s += time.monotonic() - began
         finishing = self._attempts.insist(self._finish_write, self._recover)
         self._writing = asyncio.create_task(finishing)
         if step == self._config.run.steps:
             await self.saved()
+
+    async def _begin_write(self, step: int) -> None:
+        await self._turns.train()
+        await self._writes.begin(step)
 
     async def saved(self) -> None:
         """Wait until the checkpoint of the newest `save` is on disk."""
@@ -129,18 +142,28 @@ class FaultTolerantTrainer:
         self._behind = False
 
     async def _train(self, batch: StepBatch) -> Metrics:
-        metrics = await self._ranks.guard(self._step.train(batch))
+        metrics = await self._ranks.guard(self._train_in_turn(batch))
         self._version += 1
         if self._config.trainer.checkpoint_every:
             self._since.append(Trained(batch, metrics))
         stalled, self._stall_s = self._stall_s, 0.0
         return {**metrics, "time/checkpoint_stall_s": stalled}
 
+    async def _train_in_turn(self, batch: StepBatch) -> Metrics:
+        await self._turns.train()
+        return await self._step.train(batch)
+
     async def _sync(self, on_snapshot: MayTrain | None) -> int:
         """Sync, unless an interrupting restart has already served the newest version."""
         if self._served != self._version:
-            self._served = await self._ranks.guard(self._weights.sync(on_snapshot))
+            self._served = await self._ranks.guard(self._serve(on_snapshot))
         return self._served
+
+    async def _serve(self, on_snapshot: MayTrain | None = None) -> int:
+        await self._turns.train()
+        served = await self._weights.sync(on_snapshot)
+        await self._turns.sample()
+        return served
 
     async def _finish_write(self) -> None:
         await self._ranks.guard(self._writes.finish())
@@ -189,6 +212,7 @@ class FaultTolerantTrainer:
 
     async def _restart(self, cause: Exception) -> None:
         folder, resumed_from = self._begun()
+        await self._turns.clear()
         version = await self._ranks.restart_from(folder)
         if version != resumed_from:
             raise RuntimeError(
@@ -200,7 +224,7 @@ class FaultTolerantTrainer:
         differs = await self._ranks.guard(self._retrain(again))
         self._behind = False
         if self._serves:
-            self._served = await self._ranks.guard(self._weights.sync())
+            self._served = await self._ranks.guard(self._serve())
         self._tell(cause, resumed_from, differs)
 
     async def _find_begin(self) -> None:
@@ -226,6 +250,7 @@ class FaultTolerantTrainer:
 
         The checkpoint of step `save` is written when that step has been replayed.
         """
+        await self._turns.train()
         found, average = Differences(), self._average is not None
         teachers, lost = self._teachers, False
         if self._average is not None and not await self._average.restore(*self._begun()):
@@ -271,7 +296,7 @@ class FaultTolerantTrainer:
                 raise cause
             self._failed = error
         if not self._config.trainer.checkpoint_every:
-            raise _with(cause, "no checkpoint to begin again from: set trainer.checkpoint_every")
+            raise _with(cause, "no checkpoint to restart from: set trainer.checkpoint_every")
         if self.restarts >= self._config.supervision.trainer_restarts:
             times = f"{self.restarts} restarts of the trainer have not helped"
             raise _with(cause, times) if self.restarts else cause

@@ -251,7 +251,7 @@ class TrainerRanks(RankProcesses):
         A single rank cannot be replaced, as the process group of the others is broken. If not all
         can start none is left running, and none of them counts as a death.
         """
-        assert self._folder is not None, "ranks that never loaded have nothing to begin again from"
+        assert self._folder is not None, "ranks that never loaded have nothing to restart from"
         await self.stop()
         await self.start()
         return await self.load(self._folder, checkpoint)

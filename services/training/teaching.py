@@ -39,6 +39,7 @@ from composer_mesh.rollouts.step_plan import RankPlan, split_views
 from composer_mesh.services.pool.membership import Membership
 from composer_mesh.services.pool.process_placement import PlacementOf
 from composer_mesh.services.pool.replicas import Call, Replica, ReplicaSpec, RestartRules, Router
+from composer_mesh.services.training.turns import SET_AWAKE
 
 QUEUED = 2
 """Requests queued at a teacher, so that it continues without waiting for the controller."""
@@ -184,8 +185,10 @@ class SdpoTeachers:
         record: Recorder,
         actor_class: type[MeshActor] = SDPOTeacherActor,
         actor_args: tuple[Any, ...] = (),
+        turn: asyncio.Event | None = None,
     ) -> None:
-        self._config, self._record = config, record
+        """`turn` is set while teachers may have their devices; without it they keep them."""
+        self._config, self._record, self._turn = config, record, turn
         self._deadline_s = config.run.deadline_s
         spec = ReplicaSpec(
             NAME,
@@ -216,7 +219,14 @@ class SdpoTeachers:
 
     async def load(self, folder: Path) -> None:
         """Load the initial policy in every teacher."""
-        await self._members.set_up(Call("load", (self._config, folder)), self._deadline_s)
+        awake = self._turn is None
+        await self._members.set_up(Call("load", (self._config, folder, awake)), self._deadline_s)
+
+    async def set_awake(self, awake: bool) -> None:
+        """Let every teacher have its device, or give it up. Waits for replacements to have it."""
+        await self._members.set_up(Call(SET_AWAKE, (awake,)), self._deadline_s)
+        if awake:
+            await self._replaced()
 
     async def close(self) -> None:
         """Cancel running replacements and stop every teacher."""
@@ -404,6 +414,13 @@ class SdpoTeachers:
 
         A moving average is taken from another teacher, since a pull gives the student's weights.
         """
+        if self._turn is not None and calls:
+            await self._turn.wait()
+            awake = Call(SET_AWAKE, (True,))
+            await self._call(teacher, awake)
+            for other in self.alive():
+                await other.call(SET_AWAKE, True, deadline_s=self._deadline_s)
+            calls = [call for call in calls if call.endpoint != SET_AWAKE]
         pulls = [call for call in calls if call.endpoint == "pull"]
         for call in calls:
             if call not in pulls or self._config.sdpo.teacher != "ema":
@@ -417,7 +434,7 @@ class SdpoTeachers:
             await self._adopt_from(others[0], teacher)
             return f"at version {handle.version}, its average taken from {others[0].name}"
         await self._call(teacher, Call("adopt", ([handle],)))
-        return f"at version {handle.version}, its average begins again there"
+        return f"at version {handle.version}, its average restarts there"
 
     async def _adopt_from(self, donor: SpawnedActor, teacher: Replica) -> None:
         """Copy one teacher's state to another, and always free the donor's copy."""

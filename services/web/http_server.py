@@ -69,7 +69,7 @@ def host_refusal(headers: Headers, names: Collection[str]) -> tuple[int, str] | 
     if _name(f"//{headers.get('host', '')}") not in names:
         return 421, "no such host here: allow it with --allow-host"
     if "origin" in headers and _name(headers["origin"]) not in names:
-        return 403, "pages of other hosts may not ask"
+        return 403, "pages of other hosts may send no requests"
     return None
 
 
@@ -96,7 +96,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind)
     except OSError as error:
-        raise ServeRefused(f"--host is {host}, which is no address: {error.strerror}") from None
+        raise ServeRefused(f"--host is {host}, which is not an address: {error.strerror}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted sockets inherit it; asyncio sets it only where a socket names its protocol, and
@@ -109,7 +109,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         taken = error.errno == errno.EADDRINUSE
         why = "another server has it" if taken else error.strerror
         raise ServeRefused(
-            f"{host} port {port} cannot be listened on ({why}): end that server, or name another "
+            f"{host} port {port} cannot be listened on ({why}): stop that server, or name another "
             "--port, or 0 for a free one"
         ) from None
     return bound

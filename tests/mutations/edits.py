@@ -70,7 +70,7 @@ def placed(mutation: Mutation, texts: Mapping[Path, str]) -> tuple[Path, str]:
     try:
         same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(texts[path]))
     except SyntaxError as error:
-        raise UnusableEdit(f"{path} is no Python with {mutation.name}: {error}") from None
+        raise UnusableEdit(f"{path} is not Python with {mutation.name}: {error}") from None
     if same:
         raise UnusableEdit(f"{mutation.name} changes nothing in {path} but its layout")
     return path, changed

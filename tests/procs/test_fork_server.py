@@ -122,7 +122,7 @@ async def test_a_server_that_cannot_import_is_an_error_that_says_so(
 ) -> None:
     monkeypatch.delenv(FOLDER)
     async with MeshHost(supervisor, preload=["monarch.actor"]) as host:
-        with pytest.raises(ForkServerFailed, match="fork_server = false"):
+        with pytest.raises(ForkServerFailed, match=r"placement\.fork_server to false"):
             await host.spawn("echo-0", EchoActor)
     assert "import Monarch" in capfd.readouterr().err
 

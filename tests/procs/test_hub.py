@@ -331,7 +331,7 @@ def test_a_push_that_is_refused_says_what_to_do(hub: Hub, client: Client, run: P
     assert "has no exported checkpoint" in empty["err"]
     assert "--checkpoint is 3 but" in step["err"]
     assert "has those of the steps 2" in step["err"]
-    assert "is no id of a repository" in name["err"]
+    assert "is not an id of a repository" in name["err"]
     assert ("models", "acme/up") not in hub.repositories
 
 

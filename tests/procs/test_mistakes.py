@@ -115,7 +115,7 @@ def teachers(url: str) -> str:
     ("words", "parts"),
     [
         (("train", "quickstart", "--set", "lr=1e-4"), (r"did you mean trainer\.lr",)),
-        (("trian", "quickstart"), ("'trian' is no command: did you mean train",)),
+        (("trian", "quickstart"), ("'trian' is not a command: did you mean train",)),
         (
             ("train", "quickstart", "--set", "policy.path=/nowhere"),
             ("must be a model folder", "correct the path"),

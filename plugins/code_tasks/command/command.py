@@ -11,13 +11,24 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from composer_mesh.mesh.sandboxes.probes import open_sandbox
 from composer_mesh.mesh.sandboxes.root import with_dependencies
+from composer_mesh.plugins.code_tasks.command.needs import (
+    NeedsUnresolved,
+    install,
+    installed_versions,
+    needed_by,
+    resolved_together,
+)
 from composer_mesh.plugins.code_tasks.command.sources import INDEX, SourceUnavailable, opened
 from composer_mesh.plugins.code_tasks.making.features import spread
 from composer_mesh.plugins.code_tasks.making.hidden_cases import MOST_OF_TARGET
@@ -98,37 +109,66 @@ def held_out(packages: Sequence[str], named: Sequence[str]) -> frozenset[str]:
 async def make_all(
     results: Results,
     sandbox: Sandbox,
+    packages: Mapping[str, Package],
     *,
-    indexes: Sequence[str],
-    in_boxes: Sequence[str],
     limits: MakingLimits,
     limit: int | None,
     at_once: int,
     say: Callable[[str], None],
 ) -> None:
-    """Make the tasks of all sources. Waits for boxes; a source that cannot be used is reported."""
+    """Make the tasks of packages, by the source of each. Waits for boxes.
+
+    A package that cannot be used is reported.
+    """
     slots = asyncio.Semaphore(at_once)
 
-    async def one(source: str) -> None:
+    async def one(source: str, package: Package) -> None:
         async with slots:
             try:
-                package = await asyncio.to_thread(_package, source, indexes, in_boxes)
                 made = await made_of(sandbox, package, limits, limit)
-            except (PackageRefused, SourceUnavailable) as error:
-                results.done[source] = str(error)
-                say(f"{source}: refused: {error}")
+            except PackageRefused as error:
+                _refuse(results, source, error, say)
                 return
         results.done[source] = made
         figures = f"{len(made.tasks)} tasks of {made.candidates} candidates, {made.seconds:.0f} s"
         say(f"{source}: {figures}")
 
-    await asyncio.gather(*map(one, results.sources))
+    await asyncio.gather(*(one(source, package) for source, package in packages.items()))
 
 
-def _package(source: str, indexes: Sequence[str], in_boxes: Sequence[str]) -> Package:
-    found = opened(source, indexes)
-    package = package_of(found.name, found.version, found.sha256, found.files, in_boxes)
-    return replace(package, fewest_lines=found.fewest_lines)
+def read_all(
+    results: Results,
+    indexes: Sequence[str],
+    in_boxes: Collection[str],
+    at_once: int,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Package], dict[str, list[Requirement]]]:
+    """Return the packages by source, and what each and its tests need by its name.
+
+    A source that cannot be used is reported. Asks the indexes.
+    """
+
+    def one(source: str) -> tuple[Package, list[Requirement]] | Exception:
+        try:
+            found = opened(source, indexes)
+            package = package_of(found.name, found.version, found.sha256, found.files, in_boxes)
+        except (PackageRefused, SourceUnavailable) as error:
+            return error
+        return replace(package, fewest_lines=found.fewest_lines), needed_by(found)
+
+    packages, needs = {}, {}
+    with ThreadPoolExecutor(at_once) as threads:
+        for source, found in zip(results.sources, threads.map(one, results.sources), strict=True):
+            if isinstance(found, Exception):
+                _refuse(results, source, found, say)
+                continue
+            packages[source], needs[found[0].name] = found
+    return packages, needs
+
+
+def _refuse(results: Results, source: str, error: Exception, say: Callable[[str], None]) -> None:
+    results.done[source] = str(error)
+    say(f"{source}: refused: {error}")
 
 
 HEAD = ("package", "tests", "stable", "candidates", "tasks", "values", "lines", "failing", "s")
@@ -317,12 +357,16 @@ def _make(options: MakeOptions, say: Say) -> int:
     in_boxes = list(with_dependencies([*NEEDED, *options.packages]))
     assert options.output is not None
     results, status = Results(options.sources), 0
+    at_once = options.jobs or os.cpu_count() or 1
+    packages, needs = read_all(results, options.indexes or (INDEX,), in_boxes, at_once, say)
+    options = replace(
+        options, folders=(*options.folders, *_installed(options, packages, needs, in_boxes, say))
+    )
     with _boxes(options, say) as sandbox:
         making = make_all(
             results,
             sandbox,
-            indexes=options.indexes or (INDEX,),
-            in_boxes=in_boxes,
+            packages,
             limits=MakingLimits(
                 suite_s=options.suite_s,
                 generated=options.generated,
@@ -330,7 +374,7 @@ def _make(options: MakeOptions, say: Say) -> int:
                 rename=options.rename,
             ),
             limit=options.limit,
-            at_once=options.jobs or os.cpu_count() or 1,
+            at_once=at_once,
             say=say,
         )
         try:
@@ -346,7 +390,7 @@ def _make(options: MakeOptions, say: Say) -> int:
     for line in table_of(results):
         say(line)
     for name in sorted(set(options.heldout) - {one.package for one in results.made if one.tasks}):
-        say(f"--heldout {name} is no package with tasks: nothing of it is held out")
+        say(f"--heldout {name} is not a package with tasks: nothing of it is held out")
     if not tasks:
         say("no task was made, and nothing is written")
         return status or 1
@@ -358,6 +402,41 @@ def _make(options: MakeOptions, say: Say) -> int:
         say(f"packages = {packages}")
         say(f"folders = {folders}")
     return status
+
+
+def _installed(
+    options: MakeOptions,
+    packages: Mapping[str, Package],
+    needs: Mapping[str, Sequence[Requirement]],
+    in_boxes: Sequence[str],
+    say: Say,
+) -> list[str]:
+    """Install what packages and their tests need; return the folder, or none if nothing is needed.
+
+    No package of which tasks are made is in it, and none that boxes have anyway.
+    """
+    assert options.output is not None
+    index_args = [
+        part
+        for place, url in enumerate(options.indexes)
+        for part in ("--extra-index-url" if place else "--index-url", url)
+    ]
+    had = {canonicalize_name(one) for one in in_boxes}
+    left_out = had | {canonicalize_name(one.name) for one in packages.values()}
+    needs = {
+        name: [one for one in these if canonicalize_name(one.name) not in had]
+        for name, these in needs.items()
+    }
+    try:
+        wheels = resolved_together(needs, installed_versions(in_boxes), left_out, index_args, say)
+        if not wheels:
+            return []
+        folder = options.output.resolve().with_suffix(".packages")
+        install(wheels, folder, index_args)
+    except NeedsUnresolved as error:
+        raise MakeRefused(f"the wheels that tests need cannot be installed: {error}") from None
+    say(f"installed {len(wheels)} distributions that tests need into {folder}")
+    return [str(folder)]
 
 
 @contextmanager
@@ -382,7 +461,7 @@ def _refuse_unfit(options: MakeOptions) -> None:
         if options.sources:
             raise MakeRefused("--check grades the tasks of a file: name no SOURCE")
         if not options.check.is_file():
-            raise MakeRefused(f"--check {options.check} is no file: name one with coding tasks")
+            raise MakeRefused(f"--check {options.check} is not a file: name one with coding tasks")
         if options.output is not None and options.output.resolve() == options.check.resolve():
             raise MakeRefused(f"--check reads {options.check}: name another file for --output")
         if options.output is not None:

@@ -66,29 +66,6 @@ BUILT_IN = (
     "croniter==7.0.0",
 )
 
-NEEDED_BY_TESTS = (
-    "docopt",
-    "freezegun",
-    "hypothesis",
-    "jsonpointer",
-    "markupsafe",
-    "mdurl",
-    "orderedmultidict",
-    "python-dateutil",
-    "pytz",
-    "pyyaml",
-    "regex",
-    "simplejson",
-    "six",
-    "sortedcontainers",
-    "text-unidecode",
-    "typing_extensions",
-    "tzdata",
-    "whatever",
-)
-"""What their tests import: `pip install --no-deps --target DEPS` of these, and `--folder DEPS`."""
-
-
 PROBLEM_FILES = (".jsonl", ".jsonl.gz")
 LARGEST = 64_000_000
 TEXTS = ("prompt", "canonical_solution", "entry_point", "test")
@@ -126,9 +103,11 @@ def _rows(content: bytes) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} is not JSON in UTF-8 ({error}): correct it") from None
         if not isinstance(row, dict) or not all(isinstance(row.get(one), str) for one in TEXTS):
-            raise ValueError(f"line {number} is no problem: it needs the texts {', '.join(TEXTS)}")
+            raise ValueError(
+                f"line {number} is not a problem: it needs the texts {', '.join(TEXTS)}"
+            )
         if not row["entry_point"].isidentifier():
-            raise ValueError(f"line {number} has an entry_point that is no name of a function")
+            raise ValueError(f"line {number} has an entry_point that is not a name of a function")
         rows.append(row)
     if not rows:
         raise ValueError("it has no problem")
@@ -139,7 +118,7 @@ def _parsed(text: str, place: int) -> None:
     try:
         ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"problem {place} is no Python ({error})") from None
+        raise ValueError(f"problem {place} is not Python ({error})") from None
 
 
 LARGEST_ARCHIVE = 64_000_000
@@ -186,7 +165,7 @@ def opened(source: str, indexes: Sequence[str]) -> SourceDistribution:
     if path.is_file():
         return unpacked(path.name, path.read_bytes())
     if os.sep in source or ARCHIVE.fullmatch(source):
-        raise SourceUnavailable(f"{source} is no file and no folder: name one, or a package")
+        raise SourceUnavailable(f"{source} is neither a file nor a folder: name one, or a package")
     return _fetched(source, indexes)
 
 
@@ -212,7 +191,7 @@ def _fetched(requirement: str, indexes: Sequence[str]) -> SourceDistribution:
             raise SourceUnavailable(f"no index has a source distribution of {requirement}")
         response = finder.session.get(best.link.url_without_fragment)
         content = bytes(response.content)
-    except (InvalidRequirement, UnpackError, OSError) as error:
+    except (InvalidRequirement, UnpackError, OSError, ValueError) as error:
         raise SourceUnavailable(f"{requirement} cannot be fetched: {error}") from error
     found = hashlib.sha256(content).hexdigest()
     stated = _stated_sha256(best.link)
@@ -249,7 +228,9 @@ def unpacked(filename: str, content: bytes) -> SourceDistribution:
         )
     named = ARCHIVE.fullmatch(filename)
     if named is None:
-        raise SourceUnavailable(f"{filename} is no source distribution: name a .tar.gz or a .zip")
+        raise SourceUnavailable(
+            f"{filename} is not a source distribution: name a .tar.gz or a .zip"
+        )
     reader = _zipped if named[3] == "zip" else _tarred
     files: dict[str, bytes] = {}
     size = 0

@@ -21,6 +21,7 @@ from composer_mesh.plugins.code_tasks.task_file import LEAKS, PATH
 from composer_mesh.tasks.sandbox import MIB, FileTree, Sandbox, SandboxLimits
 
 LICENSE = re.compile(r"([^/]*/)?(LICEN[CS]E|COPYING|UNLICEN[CS]E|NOTICE)[^/]*", re.IGNORECASE)
+METADATA = re.compile(r"([^/]*/)?[^/]+\.egg-info/PKG-INFO")
 NATIVE = (".c", ".cc", ".cpp", ".pyx", ".pxd", ".rs", ".f90", ".cu")
 TEST_FILE = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test|tests?)\.py")
 LEFT_OUT = re.compile(
@@ -103,6 +104,7 @@ def package_of(
     if native:
         raise PackageRefused(f"it has extension modules ({native[0]}): only pure Python is built")
     sources, base = _sources(name, files, kept)
+    kept |= _metadata(name, files, "" if base == "." else f"{base}/")
     tests = tuple(one for one in sorted(kept) if TEST_FILE.fullmatch(one) and one not in sources)
     if not tests:
         raise PackageRefused("its source distribution has no tests")
@@ -123,6 +125,16 @@ def _curated(files: Mapping[str, bytes]) -> dict[str, bytes]:
         and not LEFT_OUT.match(path)
         and not INSTRUCTIONS.fullmatch(path)
     }
+
+
+def _metadata(name: str, files: Mapping[str, bytes], base: str) -> dict[str, bytes]:
+    """Return the metadata of a package where `importlib.metadata` finds it, next to its modules.
+
+    Only some tools that build distributions put it there; a package may ask for its own version.
+    """
+    if "PKG-INFO" not in files or any(METADATA.fullmatch(path) for path in files):
+        return {}
+    return {f"{base}{_plain(name).replace('-', '_')}.egg-info/PKG-INFO": files["PKG-INFO"]}
 
 
 def _license(files: Mapping[str, bytes]) -> str:

@@ -173,7 +173,7 @@ class WeightNames:
             model.state_dict().keys() - {n for own in names.values() for n in own}
         ):
             raise ValueError(
-                f"{folder} has weights that are no parameters, such as {buffers[0]}, and "
+                f"{folder} has weights that are not parameters, such as {buffers[0]}, and "
                 "AsyncGRPOTrainer sends parameters alone: train another model"
             )
         return cls(shapes, {own[0]: tuple(own[1:]) for own in names.values()})

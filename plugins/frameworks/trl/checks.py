@@ -142,7 +142,7 @@ def _refuse_unused(config: Config) -> None:
         ("sdpo.alpha", config.sdpo.on, "trains no hints: set it to 0"),
         ("replay.beta", config.replay.on, "trains no pairs: set it to 0"),
         ("advantage", config.advantage != GroupAdvantage(), "has its own: leave it out"),
-        ("data.curriculum", config.data.curriculum, "tells no results of its steps: remove it"),
+        ("data.curriculum", config.data.curriculum, "reports no results of its steps: remove it"),
         ("late_rewards.max_age", config.late_rewards.on, "keeps no trained step: set it to 0"),
         ("tracking", config.tracking, "logs by its own report_to: remove it"),
         ("islands.store", config.islands.on, "averages with no other run: remove it"),

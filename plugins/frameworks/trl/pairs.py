@@ -85,7 +85,7 @@ class StoredPairs:
 
     def __init__(self, rows: Path | str | Iterable[Mapping[str, Any]], per_step: int = 16) -> None:
         if per_step < 1:
-            raise ValueError(f"per_step is {per_step} but has to be >= 1: use 16")
+            raise ValueError(f"per_step is {per_step} but must be >= 1: use 16")
         self._rows, self._per_step = rows, per_step
         self.pairs_left_out = 0
 

@@ -98,7 +98,7 @@ class TaskRollouts:
         split, _, index = str(prompt).partition("/")
         if split not in ("train", "heldout") or not index.isdecimal():
             raise ValueError(
-                f"a prompt is {prompt!r} but has to name an episode, as 'train/12': make the rows "
+                f"a prompt is {prompt!r} but must name an episode, as 'train/12': make the rows "
                 "of the data set with episode_rows"
             )
         return self.task.episode(cast("Split", split), int(index))

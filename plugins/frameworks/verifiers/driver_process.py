@@ -316,7 +316,7 @@ def _checked(line: str) -> dict[str, Any]:
     except ValueError:
         said = None
     if not isinstance(said, dict):
-        raise ValueError(f"it said {line[:80]!r}, which is no answer")
+        raise ValueError(f"it said {line[:80]!r}, which is not an answer")
     if "unusable" in said:
         raise ValueError(str(said["unusable"]))
     return said

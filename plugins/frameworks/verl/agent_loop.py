@@ -163,7 +163,7 @@ class TaskAgentLoop(verl_loops.AgentLoopBase):
         split, _, index = name.partition("/")
         if split not in ("train", "heldout") or not index.isdecimal():
             raise ValueError(
-                f"extra_info.episode of a row is {name!r} but has to name an episode, as "
+                f"extra_info.episode of a row is {name!r} but must name an episode, as "
                 "'train/12': make the rows of the data set with verl_episode_rows"
             )
         return self._task.episode(cast("Split", split), int(index))

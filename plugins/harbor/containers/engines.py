@@ -49,11 +49,11 @@ PAUSE = ["/bin/sh", "-c", "trap : TERM; while :; do sleep 2147483647 & wait $!; 
 KILLED = 128 + 9
 MOST_FRAME = 64 * MIB
 INPUT = "/.composer-mesh-input"
-MODE_SYMLINK = 1 << 27
 CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
 """The kinds of changes by the daemon's numbers."""
-FOLDER_MODE = 1 << 31
+MODE_FOLDER = 1 << 31
 """The bit of a folder in the modes that daemons state."""
+MODE_SYMLINK = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class EngineContainer:
         return kept
 
     async def _is_folder(self, path: str) -> bool:
-        return bool(int((await self._stat(path)).get("mode") or 0) & FOLDER_MODE)
+        return bool(int((await self._stat(path)).get("mode") or 0) & MODE_FOLDER)
 
     async def stop_processes(self) -> None:
         """End all processes by a restart."""

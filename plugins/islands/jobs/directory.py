@@ -75,7 +75,7 @@ def islands_in(root: Path) -> IslandsDirectory | None:
         return None
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
-            f"{root / ISLANDS_FILE} does not say where its islands are ({error!r}): put it back "
+            f"{root / ISLANDS_FILE} does not say where its islands are ({error!r}): restore it "
             "from a copy, or look at one island's directory"
         ) from None
 

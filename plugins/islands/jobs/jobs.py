@@ -292,7 +292,7 @@ class JobExecutor(Executor):
         except LaunchFailed as failed:
             raise LaunchFailed(
                 f"{failed}; it is in {self._root / JOBS_FILE}, which may be moved away once none "
-                "of its jobs is left"
+                "of its jobs remains"
             ) from failed
 
     def _read(self) -> dict[int, str]:
@@ -305,7 +305,7 @@ class JobExecutor(Executor):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RunDirectoryError(
                 f"{path} does not say which jobs of {self._cloud.name} were started ({error!r}): "
-                "move it away once none of them is left"
+                "move it away once none of them remains"
             ) from None
 
     def _write(self) -> None:

@@ -144,8 +144,8 @@ def resources_of(hardware: str | None) -> dict[str, str | float | int]:
         known = word if name == "gpu" and not is_size else _size(name, value)
         if not known or name in found:
             raise LaunchFailed(
-                f"--hardware is {hardware!r}, whose {word!r} is no GPU, cpu=CORES or memory=MIB, "
-                "each once: write for example H100:2,cpu=16,memory=65536"
+                f"--hardware is {hardware!r}, whose {word!r} is not a GPU, cpu=CORES or "
+                "memory=MIB, each once: write for example H100:2,cpu=16,memory=65536"
             )
         found[name] = known
     return found

@@ -220,7 +220,7 @@ class Island(IslandPort):
         store: ObjectStore | None = None,
         clock: Clock | None = None,
     ) -> None:
-        assert config.store is not None, "a run without islands.store is no island"
+        assert config.store is not None, "a run without islands.store is not an island"
         super().__init__()
         opened = store or open_store(config.store, config.request_s)
         self._config, self._weights, self._steps = config, weights, steps

@@ -47,7 +47,7 @@ def check_lighthouse(address: str) -> None:
     except httpx.HTTPError as error:
         raise LighthouseUnfit(address, f"does not answer ({error})") from error
     if "torchft" not in page:
-        raise LighthouseUnfit(address, "answers, but is no lighthouse of torchft")
+        raise LighthouseUnfit(address, "answers, but is not a lighthouse of torchft")
 
 
 HEADER = struct.Struct("<iBB32s32s")

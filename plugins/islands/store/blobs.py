@@ -50,7 +50,7 @@ def unseal(key: str, data: bytes) -> dict[str, Any]:
         raise CorruptObject(key, f"has a wrong checksum over its {len(body)} bytes")
     about = parsed_json(body)
     if not isinstance(about, dict):
-        raise CorruptObject(key, "is no table")
+        raise CorruptObject(key, "is not a table")
     return about
 
 

@@ -125,7 +125,7 @@ def _connected(uri: str, request_s: float) -> Any:
         return from_url(uri, client_options=options, retry_config=retries)
     except Exception as error:
         raise StoreUnfit(
-            f"{uri} is no address of an object store ({error}): write file:///folder, "
+            f"{uri} is not an address of an object store ({error}): write file:///folder, "
             "s3://bucket/folder, gs://bucket/folder or az://container/folder"
         ) from error
 

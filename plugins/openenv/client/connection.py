@@ -154,7 +154,7 @@ class OpenEnvConnection:
 
     def _parsed(self, frame: str | bytes) -> ServerFrame:
         if isinstance(frame, bytes):
-            raise self.fail(ProtocolViolation, "sent a binary frame, but JSON text is spoken")
+            raise self.fail(ProtocolViolation, "sent a binary frame, but the protocol is JSON text")
         try:
             return SERVER_FRAME.validate_json(frame)
         except ValidationError as error:

@@ -137,7 +137,7 @@ class OpenEnvOptions(BaseModel):
         if not token or not token.isascii() or not token.isprintable():
             raise UnusableTask(
                 f"data.options.token_env is {self.token_env!r}, but that variable is not set here, "
-                "or is no line of printable ASCII: export the token in it"
+                "or is not a line of printable ASCII: export the token in it"
             )
         return {"Authorization": f"Bearer {token}"}
 

@@ -129,7 +129,7 @@ def bounded_schema(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any]
     reader = _Bounded(tool, schema)
     found = reader.read(schema, DEEPEST)
     if found.get("type", "object") != "object":
-        raise UnusableTask(f"the arguments of tool {tool!r} are no object in its schema")
+        raise UnusableTask(f"the arguments of tool {tool!r} are not an object in its schema")
     properties = found.get("properties", {})
     required = [name for name in found.get("required", []) if name in properties]
     whole = {**found, "type": "object", "properties": properties, "required": required}

@@ -152,11 +152,11 @@ class Server:
             raise self._violation(f"tells rewards of another form ({shown(problem)})") from None
         numbers = [number, *(one.number for one in served.rewards)]
         if any(later <= earlier for earlier, later in pairwise(numbers)):
-            raise self._violation("tells rewards out of order, or some again")
+            raise self._violation("reports rewards out of order, or some twice")
         most = self._options.most_reward
         for one in served.rewards:
             if abs(one.reward) > most:
-                raise self._violation(f"tells a reward of {one.reward:g}, beyond {most:g}")
+                raise self._violation(f"reports a reward of {one.reward:g}, beyond {most:g}")
         return served
 
     def _in_a_session(self, *questions: Any) -> Any:
@@ -192,7 +192,9 @@ class Server:
     def _required(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         found = self._get(path, body)
         if found is None:
-            raise self._violation(f"has no {path}: it is no OpenEnv server, or the path is wrong")
+            raise self._violation(
+                f"has no {path}: it is not an OpenEnv server, or the path is wrong"
+            )
         return found
 
     def _get(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -240,7 +242,7 @@ class Server:
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
-            raise self._violation(f"answered {path} with what is no JSON") from None
+            raise self._violation(f"answered {path} with what is not JSON") from None
 
     def _violation(self, reason: str) -> ProtocolViolation:
         return ProtocolViolation(self._options.url, reason)

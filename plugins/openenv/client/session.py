@@ -304,7 +304,7 @@ def tool_result(data: ObservationData) -> tuple[str, ToolError | None]:
     try:
         called = validated(CallToolObservation, data.observation)
     except ValidationError:
-        raise UnreadableObservation("a call was answered by no result of a call") from None
+        raise UnreadableObservation("a call was not answered by a result") from None
     if called.error is not None:
         failed = _failed_call(called.tool_name, called.error.error_type, called.error.message)
         return failed.text, failed
@@ -370,7 +370,7 @@ def _content(result: Mapping[str, Any]) -> str:
     """Return the texts of a result of MCP; other content is named."""
     parts = result["content"]
     if not isinstance(parts, list):
-        raise UnreadableObservation("a result has a content that is no list")
+        raise UnreadableObservation("a result has a content that is not a list")
     texts = [_part(part) for part in parts]
     if not texts and result.get("structured_content") is not None:
         texts = [json.dumps(result["structured_content"], ensure_ascii=False)]

@@ -84,7 +84,7 @@ async def mcp_reply(request: RpcRequest | None, session: EnvSession) -> dict[str
 
 def no_request() -> dict[str, Any]:
     """Return the reply to what is no request."""
-    return rpc_error(None, INVALID_REQUEST, "this is no request of JSON-RPC 2.0")
+    return rpc_error(None, INVALID_REQUEST, "this is not a request of JSON-RPC 2.0")
 
 
 def handshake(request: RpcRequest, opening: str) -> dict[str, Any]:

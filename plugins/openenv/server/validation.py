@@ -58,7 +58,7 @@ def json_object(text: str | bytes) -> dict[str, Any]:
     try:
         value = parsed_json(text)
     except ValueError as error:
-        raise SessionRequestRefused(ErrorCode.INVALID_JSON, f"this is no JSON: {error}") from None
+        raise SessionRequestRefused(ErrorCode.INVALID_JSON, f"this is not JSON: {error}") from None
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise SessionRequestRefused(ErrorCode.INVALID_JSON, f"this is a {kind}: send a JSON object")

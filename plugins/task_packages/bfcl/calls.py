@@ -236,7 +236,7 @@ def parsed_call(call: str) -> tuple[str, list[Any], dict[str, Any]]:
             return found.func.id, [ast.literal_eval(one) for one in found.args], named
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass
-    raise UnusableTask(f"bfcl's gold call {call[:80]!r} is no call with literal arguments")
+    raise UnusableTask(f"bfcl's gold call {call[:80]!r} is not a call with literal arguments")
 
 
 def contains(results: Sequence[str], wanted: Sequence[str]) -> bool:

@@ -133,7 +133,7 @@ class ThreeChannelStep:
             if len(one.teacher.ids) != len(one.view.targets):
                 raise ValueError(
                     f"a teacher has {len(one.teacher.ids)} rows for an answer of "
-                    f"{len(one.view.targets)} ids: ask it about the view's own ids"
+                    f"{len(one.view.targets)} ids: query it about the view's own ids"
                 )
         for pair in self.pairs:
             for ids, logprobs, _ in pair.sides:

@@ -35,10 +35,10 @@ REPEATED_AT_ONCE = 16
 
 
 class StateLost(RuntimeError):
-    """A model whose state cannot be made again: its id, and why."""
+    """A model whose state cannot be rebuilt: its id, and why."""
 
     def __str__(self) -> str:
-        return f"the state of {self.args[0]} cannot be made again: {self.args[1]}"
+        return f"the state of {self.args[0]} cannot be rebuilt: {self.args[1]}"
 
 
 class ModelStore:

@@ -70,7 +70,9 @@ def check_serves(config: Config) -> None:
         "trainer.packing": (trainer.packing, False),
         "trainer.lora": (trainer.lora, None),
         "trainer.backend": (trainer.backend, None),
+        "generator.quantization": (config.generator.quantization, "none"),
         "cluster.kind": (config.cluster.kind, "local"),
+        "placement.colocate": (config.placement.colocate, False),
     }
     for key, (value, needed) in others.items():
         if value != needed:

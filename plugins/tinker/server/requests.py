@@ -272,7 +272,7 @@ def check_sample(request: SampleRequest, data: DataLimits, limits: ServeConfig) 
     _check_targets(request, len(ids), data, limits)
     stops = (*request.sampling_params.stop_ids,)
     if any(not 0 <= one < data.vocabulary for one in stops):
-        raise bad(f"stop has ids beyond {data.vocabulary - 1}: mend them")
+        raise bad(f"stop has ids beyond {data.vocabulary - 1}: correct them")
 
 
 def _check_targets(
@@ -288,7 +288,7 @@ def _check_targets(
         )
     found = target_ids(targets, tokens)
     if found.size and not (found.min() >= -1 and found.max() < data.vocabulary):
-        raise bad(f"target_prompt_logprobs has ids beyond {data.vocabulary - 1}: mend them")
+        raise bad(f"target_prompt_logprobs has ids beyond {data.vocabulary - 1}: correct them")
 
 
 def target_ids(tensor: IntTensor, tokens: int) -> NDArray[np.int64]:

@@ -62,7 +62,7 @@ def read_training_request(body: bytes, limits: DataLimits) -> TrainingRequest:
     try:
         message = ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise bad("the body is no ForwardBackwardRequest of protobuf: send one") from None
+        raise bad("the body is not a ForwardBackwardRequest of protobuf: send one") from None
     loss = CLIENT_LOSSES.get(message.loss_fn)
     if loss is None:
         raise bad(
@@ -99,7 +99,7 @@ def _check_pairs(data: Sequence[Datum]) -> None:
     for number, (side, after) in enumerate(zip(sides, [*sides[1:], 0], strict=True)):
         if (side > 0) != (after < 0) or (number == 0 and side < 0):
             raise bad(
-                f"data[{number}] is no pair with data[{number + 1}]: send the sequence whose "
+                f"data[{number}] is not a pair with data[{number + 1}]: send the sequence whose "
                 "preference is above 0, then the one whose preference is below, in one request"
             )
 
@@ -172,7 +172,7 @@ def _tokens(chunks: Any, where: str, limits: DataLimits) -> NDArray[np.int64]:
     for chunk in chunks:
         others = chunk.HasField("image") or chunk.HasField("dmel")
         if others or not chunk.HasField("encoded_text"):
-            raise bad(f"{where}.model_input has a chunk that is no text: send encoded text alone")
+            raise bad(f"{where}.model_input has a chunk that is not text: send encoded text alone")
         content = chunk.encoded_text.tokens
         if len(content) % 4:
             raise bad(
@@ -203,7 +203,9 @@ def _array(message: Any, where: str, limits: DataLimits) -> NDArray[Any]:
     sparse = message.HasField("sparse_csr")
     content = message.sparse_csr.values if sparse else message.dense
     if len(content) % np.dtype(dtype).itemsize:
-        raise bad(f"{where} has {len(content)} bytes, which no {np.dtype(dtype).name} has: mend it")
+        raise bad(
+            f"{where} has {len(content)} bytes, which no {np.dtype(dtype).name} has: correct it"
+        )
     values = np.frombuffer(content, np.dtype(dtype).newbyteorder("<"))
     shape = shape or [len(values)]
     if len(shape) > 2 or min(shape) < 0 or shape[0] > limits.context:
@@ -222,7 +224,7 @@ def _array(message: Any, where: str, limits: DataLimits) -> NDArray[Any]:
 def _dense(csr: Any, values: NDArray[Any], shape: list[int], where: str) -> NDArray[Any]:
     """Return a sparse matrix with zeros where it has no value."""
     if len(shape) != 2 or len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
-        raise bad(f"{where} is no sparse matrix: send CSR with int64 indices and a shape [T, K]")
+        raise bad(f"{where} is not a sparse matrix: send CSR with int64 indices and a shape [T, K]")
     rows = np.frombuffer(csr.crow_indices, "<i8")
     columns = np.frombuffer(csr.col_indices, "<i8")
     fits = len(rows) == shape[0] + 1 and len(columns) == len(values)
@@ -230,7 +232,7 @@ def _dense(csr: Any, values: NDArray[Any], shape: list[int], where: str) -> NDAr
     if not fits or not ordered or rows[0] != 0 or rows[-1] != len(values):
         raise bad(f"{where} has row indices that do not fit its values: send CSR of {shape}")
     if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
-        raise bad(f"{where} has column indices beyond {shape[1]} columns: mend them")
+        raise bad(f"{where} has column indices beyond {shape[1]} columns: correct them")
     found = np.zeros(shape, values.dtype)
     found[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return found

@@ -3,6 +3,8 @@
     asynchronous       rollouts one version ahead, all channels, a tracker that never returns
     synchronous        all channels, left alone
     trainer_killed     the synchronous one with a killed trainer and a damaged checkpoint
+    colocated          the synchronous one, whose processes take turns on their devices
+    colocated_killed   that one with a trainer and a generator killed as the turn changes
     controller_killed  the synchronous one, stopped, killed with all its processes, and resumed
     interrupted        looked at by `tree`, given a late reward, ended by Ctrl-C
     unsupervised       a generator is killed, and restarts are off
@@ -106,6 +108,26 @@ SYNCHRONOUS: Settings = {
 
 def synchronous(runs: SideBySide, folder: Path) -> Finished:
     with launched(folder / "run", runs.cache, SYNCHRONOUS) as run:
+        return Finished(run, run.wait())
+
+
+COLOCATED: Settings = {**SYNCHRONOUS, "placement.colocate": "true"}
+
+
+def colocated(runs: SideBySide, folder: Path) -> Finished:
+    with launched(folder / "run", runs.cache, COLOCATED) as run:
+        return Finished(run, run.wait())
+
+
+def colocated_killed(runs: SideBySide, folder: Path) -> Finished:
+    """After steps 2 and 4 a checkpoint takes the device from the generators, and gives it back."""
+    with launched(folder / "run", runs.cache, COLOCATED) as run:
+        after_steps(run, 2)
+        strike(run, "trainer")
+        run.until(lambda run: run.events("trainer_restarted"), "restart of the trainer")
+        after_steps(run, 4)
+        strike(run, "generator-0")
+        run.until(replaced("generator-0.2"), "replacement of the generator")
         return Finished(run, run.wait())
 
 

@@ -37,7 +37,9 @@ class Versions:
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
         logits = logits[len(asked.prompt_ids) - 1 : -1] / (asked.temperature or 1.0)
         if asked.temperature:
-            logits = torch.stack([truncated(row, asked.truncation) for row in logits])
+            cut = asked.truncation
+            limits = torch.tensor([cut.top_p, cut.top_k, cut.min_p], dtype=torch.float64)
+            logits = truncated(logits, *limits[:, None, None].expand(3, len(logits), 1))
         values = torch.log_softmax(logits, -1)
         return values.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 

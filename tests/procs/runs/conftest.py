@@ -29,6 +29,8 @@ MAKES: dict[str, Make] = {
         shared_runs.replicas_killed,
         shared_runs.synchronous,
         shared_runs.trainer_killed,
+        shared_runs.colocated_killed,
+        shared_runs.colocated,
         shared_runs.asynchronous,
         shared_runs.paid_replay,
         shared_runs.interrupted,

@@ -12,6 +12,7 @@ from composer_mesh.configs.load import load_config
 ENDED = (
     *("asynchronous", "synchronous", "trainer_killed", "controller_killed", "interrupted"),
     *("replicas_killed", "teacher_killed", "replay_lost", "late_replay", "paid_replay"),
+    "colocated_killed",
 )
 """Runs that have ended by themselves or by a signal to them."""
 

@@ -41,6 +41,28 @@ def test_a_run_whose_trainer_is_killed_trains_the_same_steps_as_one_left_alone(
     assert kept == {2, 4, 6} - {damaged.step}
 
 
+def test_a_run_whose_processes_take_turns_on_their_devices_is_the_one_in_which_they_do_not(
+    synchronous: Finished, colocated: Finished
+) -> None:
+    alone, run = synchronous.run, colocated.run
+    assert colocated.status == 0, run.stderr
+    assert_same_steps(alone, run)
+    assert sorted(alone.traces(), key=trace_id) == sorted(run.traces(), key=trace_id)
+    assert alone.objects("evaluations.jsonl") == run.objects("evaluations.jsonl")
+
+
+def test_processes_that_die_as_the_turn_changes_are_replaced_in_the_right_turn(
+    colocated_killed: Finished,
+) -> None:
+    run = colocated_killed.run
+    assert colocated_killed.status == 0, run.stderr
+    assert [event["actor"] for event in run.events("actor_died")] == ["trainer", "generator-0"]
+    assert run.summary()["restarts"] == 2
+    assert [step["step"] for step in run.objects("metrics.jsonl")] == list(range(1, STEPS + 1))
+    ids = [trace.trace_id for trace in run.traces()]
+    assert len(ids) == len(set(ids))
+
+
 def test_sigterm_ends_a_run_cleanly_with_its_finished_work_on_disk(
     controller_killed: Resumed,
 ) -> None:

@@ -282,7 +282,10 @@ def test_a_loss_that_cannot_be_trained_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_channel", "it made a str, which is no channel: derive it from composer_mesh.Channel"),
+        (
+            "no_channel",
+            "it made a str, which is not a channel: derive it from composer_mesh.Channel",
+        ),
         ("Missing", "has no 'Missing'"),
     ],
 )

@@ -25,7 +25,7 @@ from torch import Tensor
 from composer_mesh.channels.echo import Echo
 from composer_mesh.channels.policy import policy_sample
 from composer_mesh.channels.port import make_channel
-from composer_mesh.channels.step import StepLoss, StepSums, step_loss, step_metrics
+from composer_mesh.channels.step import RunningSums, StepLoss, step_loss, step_metrics
 from composer_mesh.channels.weights import bounded_factors, update_shares
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import StepBatch
@@ -97,10 +97,10 @@ def test_a_channel_without_data_is_no_part_of_the_graph_and_is_off() -> None:
 
 
 def test_the_metrics_hold_unweighted_losses_and_null_for_what_is_off() -> None:
-    sums = StepSums()
+    sums = RunningSums()
     sums.add({"policy": torch.tensor(1.0), "sdpo": torch.tensor(7.0), "replay": torch.tensor(1.0)})
     sums.add({"replay": torch.tensor(2.0)})
-    assert sums.metrics({"policy": 1.0, "sdpo": 0.0, "replay": 2.0, "other": 1.0}) == {
+    assert sums.read().metrics({"policy": 1.0, "sdpo": 0.0, "replay": 2.0, "other": 1.0}) == {
         "loss/total": 7.0,
         "loss/policy": 1.0,
         "loss/sdpo": None,

@@ -191,7 +191,7 @@ BROKEN = {
     "no length": (["sdpo.hints.max_tokens=0"], r"sdpo\.hints\.max_tokens = 0"),
     "a template with an attribute": (
         ['sdpo.hints.templates.no_answer="{tool.x}"'],
-        "'tool.x' is no plain field name",
+        "'tool.x' is not a plain field name",
     ),
     "an openai writer without a model": (
         ["sdpo.hints.writer=llm", 'sdpo.hints.llm={kind="openai", base_url="https://x/v1"}'],

@@ -299,6 +299,19 @@ BROKEN = {
         ["policy.path=nowhere"],
         ['policy.path = "nowhere"', "holds config.json", "correct the path"],
     ),
+    "FP8 products in float32": (
+        ["generator.quantization=fp8"],
+        ["generator.dtype is 'float32'", "set generator.dtype to 'bfloat16'"],
+    ),
+    "FP8 weights below adapters": (
+        [
+            "generator.quantization=fp8",
+            "generator.dtype=bfloat16",
+            "trainer.lora.rank=8",
+            "trainer.lora.sync=adapters",
+        ],
+        ["generators get adapters alone", "set trainer.lora.sync to 'merged'"],
+    ),
     "override without a value": (["run.steps"], ["'run.steps'", "KEY.PATH=VALUE", "--set run."]),
     "override of a missing entry": (
         ["replay.teachers.9.name=x"],

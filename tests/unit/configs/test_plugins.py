@@ -183,7 +183,7 @@ def test_metadata_in_the_working_directory_registers_nothing(
     )
     done = environment.run("gree", cwd=tmp_path, **({"PYTHONPATH": searched} if searched else {}))
     assert done.returncode == 2
-    assert "'gree' is no command: did you mean greet" in done.stderr
+    assert "'gree' is not a command: did you mean greet" in done.stderr
     assert not (tmp_path / "imported").exists()
 
 
@@ -206,7 +206,7 @@ def test_without_the_folder_of_plugins_the_core_says_what_is_missing(tmp_path: P
     preset = str(ROOT / "configs" / "quickstart.toml")
     wandb = "tracking=[{type='wandb'}]"
     for words, said in {
-        ("dashboard",): "'dashboard' is no command",
+        ("dashboard",): "'dashboard' is not a command",
         ("check", preset, "--set", "data.task=code"): "data.task is 'code'",
         ("check", preset, "--set", wandb): "'wandb' is not registered",
         ("check", preset, "--set", "manners.greeting=x"): "unknown key",

@@ -81,7 +81,7 @@ def test_a_copy_is_the_preset_and_replaces_no_file(
     assert "gsm8k.toml exists: name a new file with --output" in capsys.readouterr().err
     assert main(["presets", "--copy", "gsm8k", "--output", "mine.toml"]) == 0
     assert main(["presets", "--copy", "gsm9k"]) == 2
-    assert "'gsm9k' is no preset: did you mean gsm8k?" in capsys.readouterr().err
+    assert "'gsm9k' is not a preset: did you mean gsm8k?" in capsys.readouterr().err
     assert main(["presets", "--output", "mine.toml"]) == 2
     assert "needs --copy NAME" in capsys.readouterr().err
 
@@ -319,7 +319,7 @@ def test_a_path_that_is_missing_is_refused_with_both_readings(file: Path) -> Non
 
 
 def test_a_part_of_a_model_that_is_no_gguf_file_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match="names 'main' of a model, which is no GGUF file"):
+    with pytest.raises(ConfigError, match="names 'main' of a model, which is not a GGUF file"):
         load_config(file, ["policy.path=acme/tiny:main"])
 
 

@@ -22,4 +22,4 @@ def test_the_settings_on_the_page_are_a_run_that_vllm_can_serve() -> None:
 
 def test_the_head_widths_on_the_page_are_those_that_are_checked() -> None:
     *most, last = map(str, CPU_HEAD_DIMS)
-    assert f"{', '.join(most)} and {last}, which" in PAGE.text.replace("\n", " ")
+    assert f"{', '.join(most)} and {last};" in PAGE.text.replace("\n", " ")

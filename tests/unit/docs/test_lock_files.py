@@ -110,6 +110,17 @@ def test_templates_are_rendered_by_a_jinja2_whose_sandbox_holds() -> None:
     assert not jinja.specifier.contains("3.1.5")
 
 
+def test_the_table_of_versions_has_the_ranges_and_what_is_locked() -> None:
+    table = (ROOT / "docs" / "install.md").read_text()
+    *_, torch = (ROOT / "requirements" / "torch.txt").read_text().split("==")
+    versions = locked("run", MACHINES[0]) | {"torch": Version(torch)}
+    for one in map(Requirement, PROJECT["dependencies"]):
+        if one.name in ("torch", "torchmonarch", "transformers"):
+            bounds = {bound.operator: bound.version for bound in one.specifier}
+            range_ = f"{bounds['>=']} to below {bounds['<']}"
+            assert f"| {one.name} | {range_} | {versions[one.name]} |" in table
+
+
 def test_the_makefile_installs_the_locked_packages_with_hashes_and_a_fitting_torch() -> None:
     wanted = [Requirement(one) for one in PROJECT["dependencies"]]
     (torch,) = [one for one in wanted if one.name == "torch"]
@@ -117,6 +128,7 @@ def test_the_makefile_installs_the_locked_packages_with_hashes_and_a_fitting_tor
     assert torch.specifier.contains(pinned.removeprefix("torch=="))
     (metadata,) = TOOLS["uv"]["dependency-metadata"]
     assert f"torch=={metadata['version']}" == pinned
+    assert pinned in TOOLS["uv"]["constraint-dependencies"]
     assert "$(BIN)/python requirements/install_torch.py $(TORCH_ARGS)\n" in MAKEFILE
     assert "INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r\n" in MAKEFILE
     assert "then $(INSTALL_LOCKED) requirements/run.txt; fi" in MAKEFILE

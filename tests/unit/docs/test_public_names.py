@@ -24,6 +24,8 @@ PACKAGES = sorted(path.parent for path in (ROOT / "examples").glob("*/pyproject.
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if "runs" not in path.parts)
+OTHER = ("pyproject.toml", "task.toml")
+"""Files that are no config of a run: of packages, and of Harbor tasks."""
 MODULES = vars(composer_mesh)["_modules"]()
 PUBLIC = {
     "composer_mesh": composer_mesh.__all__,
@@ -144,7 +146,7 @@ def test_a_package_of_the_examples_names_its_modules_and_has_a_config(folder: Pa
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if path.name != "pyproject.toml"], ids=lambda path: path.stem
+    "path", [path for path in CONFIGS if path.name not in OTHER], ids=lambda path: path.stem
 )
 def test_a_config_of_the_examples_is_a_run(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -42,7 +42,9 @@ def test_nox_has_a_session_for_each_product_and_the_page_names_all_of_them() -> 
     command = [sys.executable, "-m", "nox", "--list"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sessions = dict(re.findall(r"^- (\S+)(?: -> (.*))?$", listed, re.MULTILINE))
-    (row,) = re.findall(r"There is one for each product: (.*?)\. Others test", TABLE, re.DOTALL)
+    (row,) = re.findall(
+        r"There is one session for each product: (.*?)\. Others test", TABLE, re.DOTALL
+    )
     (others,) = re.findall(r"Others test one stack: (.*?)\. Sessions", TABLE, re.DOTALL)
     assert sorted(re.findall(r"[a-z-]+", row)) == PRODUCTS
     assert sessions.keys() >= {*PRODUCTS, *re.findall(r"[a-z-]+", others)}

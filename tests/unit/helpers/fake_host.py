@@ -32,6 +32,9 @@ class Worker(MeshActor):
     async def pull(self, *args: Any) -> Any: ...
 
     @concurrent_endpoint
+    async def set_awake(self, *args: Any) -> Any: ...
+
+    @concurrent_endpoint
     async def status(self) -> Any: ...
 
 

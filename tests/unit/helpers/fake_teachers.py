@@ -87,6 +87,9 @@ class FakeTeacher(FakeActor):
         await self.pass_gate("load")
         self.log.append(("load", self.name))
 
+    async def set_awake(self, awake: bool) -> None:
+        self.log.append(("set_awake", self.name, awake))
+
     async def pull(self, handle: WeightsHandle) -> int:
         await self.pass_gate("pull")
         self.log.append(("pull", self.name, handle.version))
@@ -252,7 +255,9 @@ def _as_it_is(_: FakeTeacher) -> None:
 class Ring:
     """Fake teachers and ranks around the real services."""
 
-    def __init__(self, config: Any, ranks: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, config: Any, ranks: Sequence[int] = (0,), turn: asyncio.Event | None = None
+    ) -> None:
         self.log: Log = []
         self.events: Log = []
         self.host = FakeHost(self.log)
@@ -261,7 +266,7 @@ class Ring:
             FakeRank(f"trainer-{n}", self.log, count, taught) for n, count in enumerate(ranks)
         ]
         self.placements: dict[int, str] = {}
-        self.sdpo = SdpoTeachers(config, self.host, self.placement, self.record)  # type: ignore[arg-type]
+        self.sdpo = SdpoTeachers(config, self.host, self.placement, self.record, turn=turn)  # type: ignore[arg-type]
 
     def placement(self, number: int) -> ProcessPlacement:
         return ProcessPlacement(self.placements.get(number), {})

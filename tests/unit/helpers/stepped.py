@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +64,7 @@ class SteppedEngine:
         self.prompt_tokens = PromptTokens()
         self.closed = False
         self.dropped = 0
+        self.slept: list[list[str]] = []
         self._during, self._rows = during, rows
         self._open: OpenRequests[_Asked] = OpenRequests()
         self._waiting: list[_Asked] = []
@@ -125,6 +126,13 @@ class SteppedEngine:
     def swap(self, weights: VersionedWeights) -> None:
         self.version = weights.version
 
+    def sleep(self, replaced: Collection[str]) -> None:
+        self.slept.append(sorted(replaced))
+
+    def wake(self, weights: VersionedWeights | None) -> None:
+        if weights is not None:
+            self.swap(weights)
+
     def close(self) -> None:
         self.closed = True
 
@@ -138,7 +146,11 @@ class FakeLlm:
         self.adapters: list[Any] = []
         self.resets = True
         self.cached: int | None = 0
-        self.model_executor = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
+        self.model_executor = SimpleNamespace(
+            shutdown=lambda: self.calls.append("shutdown"),
+            sleep=lambda level: self.calls.append(f"sleep {level}"),
+            wake_up=lambda tags: self.calls.append(f"wake {' '.join(tags)}"),
+        )
         self._running: dict[str, tuple[Any, int]] = {}
         self._version = "default"
 

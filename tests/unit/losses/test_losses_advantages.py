@@ -385,7 +385,7 @@ def test_the_overlong_penalty_grows_over_the_buffer_before_the_limit(
 
 @pytest.mark.parametrize("buffer", [0, 101])
 def test_a_buffer_outside_the_limit_is_refused(buffer: int) -> None:
-    with pytest.raises(ValueError, match=f"buffer is {buffer} but has to be above 0 and at most"):
+    with pytest.raises(ValueError, match=f"buffer is {buffer} but must be above 0 and at most"):
         overlong_penalty(torch.ones(2), max_length=100, buffer=buffer)
 
 

@@ -205,15 +205,15 @@ def returning(make: Callable[[Tensor], Any], **metrics: Any) -> Callable[..., An
     [
         (fails, "it raised RuntimeError: no such luck"),
         (lambda inputs: policy(inputs), "returned a Tensor without 'loss'"),
-        (returning(lambda x: 1.0), "its loss is a float but has to be a scalar tensor"),
-        (returning(lambda x: x), r"its loss has shape \(3,\) but has to be a scalar"),
-        (returning(lambda x: x.sum().long()), "its loss is torch.int64 but has to be floating"),
-        (returning(lambda x: x.sum() * math.nan), "its loss is nan but has to be finite"),
-        (returning(lambda x: x.sum() / 0), "its loss is -inf but has to be finite"),
+        (returning(lambda x: 1.0), "its loss is a float but must be a scalar tensor"),
+        (returning(lambda x: x), r"its loss has shape \(3,\) but must be a scalar"),
+        (returning(lambda x: x.sum().long()), "its loss is torch.int64 but must be floating"),
+        (returning(lambda x: x.sum() * math.nan), "its loss is nan but must be finite"),
+        (returning(lambda x: x.sum() / 0), "its loss is -inf but must be finite"),
         (returning(lambda x: x.sum().detach()), "its loss has no graph, so it would train nothing"),
         (returning(torch.sum, a=torch.zeros(2, 2)), r"metric 'a' is a Tensor of shape \(2, 2\)"),
-        (returning(torch.sum, a="b"), "metric 'a' is a str but has to be a number"),
-        (returning(torch.sum, a=math.nan), "metric 'a' is nan but has to be finite"),
+        (returning(torch.sum, a="b"), "metric 'a' is a str but must be a number"),
+        (returning(torch.sum, a=math.nan), "metric 'a' is nan but must be finite"),
         (returning(torch.sum, a=torch.tensor([1, math.inf])), "metric 'a' is inf"),
         (lambda inputs: SimpleNamespace(loss=policy(inputs), metrics=[1]), "metrics are a list"),
     ],
@@ -243,7 +243,7 @@ def test_without_ids_the_index_names_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("loss_mask", torch.ones(5), "loss_mask is torch.float32 but has to be bool"),
+        ("loss_mask", torch.ones(5), "loss_mask is torch.float32 but must be bool"),
         ("advantages", torch.zeros(4), r"advantages is torch.float32 of shape \(4,\)"),
         ("ref_logprobs", torch.zeros(5).long(), "ref_logprobs is torch.int64"),
     ],
@@ -340,7 +340,7 @@ def test_a_bad_result_is_an_error_that_names_function_and_prompts(
 
 def test_a_non_finite_advantage_names_the_rollout() -> None:
     groups = rollouts([0.0, 1.0], [1.0, 1.0])
-    where = r"prompt 1, rollout 0 \(c\): its advantage is nan but has to be finite"
+    where = r"prompt 1, rollout 0 \(c\): its advantage is nan but must be finite"
     with pytest.raises(CustomFunctionError, match=where):
         custom_advantages(normalized, ADVANTAGE, {"eps": 0.0}, groups, ids=[["a", "b"], ["c", "d"]])
     assert math.isnan(normalized(AdvantageInputs(groups), eps=0.0).advantages[1, 0])

@@ -134,9 +134,9 @@ def test_a_function_is_found_by_dots_or_by_a_colon(users_module: str) -> None:
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("", "it is no import path: write my_module.my_loss or my_module:my_loss"),
-        ("clipped", "it is no import path"),
-        ("a b.c", "it is no import path"),
+        ("", "it is not an import path: write my_module.my_loss or my_module:my_loss"),
+        ("clipped", "it is not an import path"),
+        ("a b.c", "it is not an import path"),
         ("no_such_module.f", "there is no module 'no_such_module': install it, or name its folder"),
         ("a_users_losses.cliped", "'a_users_losses' has no 'cliped': did you mean 'clipped'?"),
         ("a_users_losses.zzz", "'a_users_losses' has no 'zzz': check the spelling"),

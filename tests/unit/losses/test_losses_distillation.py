@@ -123,8 +123,8 @@ def test_disjoint_supports_are_log_two_apart_and_infinitely_far_one_way() -> Non
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"jsd_beta": 1.5}, r"jsd_beta is 1.5 but has to be in \[0, 1\]"),
-        ({"temperature": 0.0}, "temperature is 0.0 but has to be > 0"),
+        ({"jsd_beta": 1.5}, r"jsd_beta is 1.5 but must be in \[0, 1\]"),
+        ({"temperature": 0.0}, "temperature is 0.0 but must be > 0"),
     ],
 )
 def test_an_impossible_setting_is_named_with_its_bound(
@@ -225,5 +225,5 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
         ema_update({"a": torch.zeros(1)}, {"b": torch.zeros(1)}, 0.5)
     with pytest.raises(ValueError, match=r"has shape \(1,\) but the student's \(2,\)"):
         ema_update_tensor(torch.zeros(1), torch.zeros(2), 0.5)
-    with pytest.raises(ValueError, match=r"rate is 1.5 but has to be in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"rate is 1.5 but must be in \[0, 1\]"):
         ema_update_tensor(torch.zeros(1), torch.zeros(1), 1.5)

@@ -224,16 +224,16 @@ def test_a_token_at_the_threshold_stays() -> None:
 @pytest.mark.parametrize(
     ("loss", "changed", "message"),
     [
-        (prime_rl_loss, {"mask_low": -0.1}, "mask_low is -0.1 but has to be >= 0: use 0.2"),
-        (prime_rl_loss, {"mask_high": math.nan}, "mask_high is nan but has to be >= 0"),
-        (prime_rl_loss, {"adv_tau": -1}, "adv_tau is -1 but has to be >= 0: use 1.0"),
-        (prime_rl_loss, {"kl_tau": -1}, "kl_tau is -1 but has to be >= 0: use 1e-3"),
-        (prime_rl_loss, {"teacher_tau": -1}, "teacher_tau is -1 but has to be >= 0: use 1.0"),
+        (prime_rl_loss, {"mask_low": -0.1}, "mask_low is -0.1 but must be >= 0: use 0.2"),
+        (prime_rl_loss, {"mask_high": math.nan}, "mask_high is nan but must be >= 0"),
+        (prime_rl_loss, {"adv_tau": -1}, "adv_tau is -1 but must be >= 0: use 1.0"),
+        (prime_rl_loss, {"kl_tau": -1}, "kl_tau is -1 but must be >= 0: use 1e-3"),
+        (prime_rl_loss, {"teacher_tau": -1}, "teacher_tau is -1 but must be >= 0: use 1.0"),
         (prime_rl_loss, {"teacher_tau": 1}, "teacher_tau is 1 but reference_logprobs is None"),
-        (prime_rl_ipo_loss, {"threshold": -1}, "threshold is -1 but has to be >= 0: use 0.1"),
-        (dppo_loss, {"threshold": -1}, "threshold is -1 but has to be >= 0: use 0.15"),
-        (dppo_loss, {"threshold_high": -1}, "threshold_high is -1 but has to be >= 0"),
-        (dppo_loss, {"ratio_cap": 0}, "ratio_cap is 0 but has to be > 0: use 10.0"),
+        (prime_rl_ipo_loss, {"threshold": -1}, "threshold is -1 but must be >= 0: use 0.1"),
+        (dppo_loss, {"threshold": -1}, "threshold is -1 but must be >= 0: use 0.15"),
+        (dppo_loss, {"threshold_high": -1}, "threshold_high is -1 but must be >= 0"),
+        (dppo_loss, {"ratio_cap": 0}, "ratio_cap is 0 but must be > 0: use 10.0"),
     ],
 )
 def test_an_impossible_setting_is_named_with_its_bound(
@@ -384,11 +384,11 @@ def test_a_token_beyond_the_cap_has_weight_zero_and_is_not_held_at_the_cap() -> 
     ("fields", "message"),
     [
         ({"action": "clamp", "metric": "kl_k2"}, "action is 'clamp' but metric is 'kl_k2'"),
-        ({"upper": 0.0}, "upper is 0.0 but has to be > 0 for metric 'ratio'"),
-        ({"metric": "kl_k3", "upper": -1}, "upper is -1 but has to be > 0 for metric 'kl_k3'"),
+        ({"upper": 0.0}, "upper is 0.0 but must be > 0 for metric 'ratio'"),
+        ({"metric": "kl_k3", "upper": -1}, "upper is -1 but must be > 0 for metric 'kl_k3'"),
         ({"metric": "kl_k1", "upper": math.nan}, "upper is nan"),
-        ({"lower": 6.0}, "lower is 6.0 but has to be <= upper, 5.0"),
-        ({"lower": 0.0}, "lower is 0.0 but has to be <= upper, 5.0, and > 0 for a ratio"),
+        ({"lower": 6.0}, "lower is 6.0 but must be <= upper, 5.0"),
+        ({"lower": 0.0}, "lower is 0.0 but must be <= upper, 5.0, and > 0 for a ratio"),
     ],
 )
 def test_an_impossible_rejection_is_named_with_its_bound(
@@ -401,8 +401,8 @@ def test_an_impossible_rejection_is_named_with_its_bound(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dual_clip": 1.0}, "dual_clip is 1.0 but has to be > 1: use 3.0"),
-        ({"clip_low": 1.5}, r"clip_low is 1.5 but has to be in \[0, 1\]"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0 but must be > 1: use 3.0"),
+        ({"clip_low": 1.5}, r"clip_low is 1.5 but must be in \[0, 1\]"),
     ],
 )
 def test_an_impossible_setting_is_named(changed: dict[str, Any], message: str) -> None:

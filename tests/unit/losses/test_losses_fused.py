@@ -233,6 +233,32 @@ def test_bfloat16_inputs_are_summed_in_float32(step: Callable[..., Tensor]) -> N
         torch.testing.assert_close(half, full.bfloat16(), rtol=0.01, atol=1e-6)
 
 
+def test_log_probs_of_bfloat16_sum_no_gradient_of_the_heads_size_in_float32() -> None:
+    h, weight = leaves((64, 8), (500, 8), dtype=torch.bfloat16)
+    loss = logprobs_step(h, weight, 64 * 20)
+    with LargestTensor(torch.float32) as largest:
+        loss.backward()
+    assert 0 < largest.numbers < weight.numel() / 2
+
+
+@pytest.mark.parametrize("block", [1, 12, None])
+def test_entries_without_probability_and_targets_outside_of_the_vocabulary(
+    block: int | None,
+) -> None:
+    h, weight = leaves((3, 4), (9, 4))
+    bias = torch.zeros(9, dtype=torch.float64)
+    bias[:5] = -torch.inf
+    targets = torch.tensor([5, 8, 9])
+    found = linear_logprobs(h, weight, targets, bias=bias, block=block)
+    expected = (h @ weight.T)[:, 5:].log_softmax(-1)
+    torch.testing.assert_close(found[:2], expected[[0, 1], [0, 3]])
+    assert bool(found[2].isnan())
+    torch.testing.assert_close(
+        torch.autograd.grad(found[:2].sum(), [h, weight]),
+        torch.autograd.grad(expected[[0, 1], [0, 3]].sum(), [h, weight]),
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("beta", BETAS)
 def test_extreme_scores_stay_finite_and_exact(beta: float, dtype: torch.dtype) -> None:

@@ -233,12 +233,12 @@ def test_dr_grpo_needs_the_length_that_it_divides_by() -> None:
 @pytest.mark.parametrize(
     ("loss", "changed", "message"),
     [
-        (grpo_loss, {"kl_beta": -0.1}, "kl_beta is -0.1 but has to be >= 0: use 0"),
+        (grpo_loss, {"kl_beta": -0.1}, "kl_beta is -0.1 but must be >= 0: use 0"),
         (grpo_loss, {"kl_beta": math.nan}, "kl_beta is nan"),
-        (cispo_loss, {"clip_high": -0.5}, "clip_high is -0.5 but has to be >= 0: use 0.2"),
-        (cispo_loss, {"clip_low": 1.5}, r"clip_low is 1.5 but has to be in \[0, 1\]"),
-        (sapo_loss, {"tau_positive": 0.0}, "tau_positive is 0.0 but has to be > 0: use 1.0"),
-        (sapo_loss, {"tau_negative": -1.0}, "tau_negative is -1.0 but has to be > 0: use 1.05"),
+        (cispo_loss, {"clip_high": -0.5}, "clip_high is -0.5 but must be >= 0: use 0.2"),
+        (cispo_loss, {"clip_low": 1.5}, r"clip_low is 1.5 but must be in \[0, 1\]"),
+        (sapo_loss, {"tau_positive": 0.0}, "tau_positive is 0.0 but must be > 0: use 1.0"),
+        (sapo_loss, {"tau_negative": -1.0}, "tau_negative is -1.0 but must be > 0: use 1.05"),
         (
             grpo_loss,
             {"sampling_weights": torch.ones(3)},
@@ -344,11 +344,11 @@ def test_figures_are_means_over_the_masked_tokens() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"normalizer": -1}, "normalizer is -1 but has to be a finite count"),
+        ({"normalizer": -1}, "normalizer is -1 but must be a finite count"),
         ({"normalizer": math.nan}, "normalizer is nan"),
-        ({"clip_low": 1.5}, r"clip_low is 1.5 but has to be in \[0, 1\]: use 0.2"),
-        ({"clip_high": -0.1}, "clip_high is -0.1 but has to be >= 0"),
-        ({"ratio_cap": 0.0}, "ratio_cap is 0.0 but has to be > 0"),
+        ({"clip_low": 1.5}, r"clip_low is 1.5 but must be in \[0, 1\]: use 0.2"),
+        ({"clip_high": -0.1}, "clip_high is -0.1 but must be >= 0"),
+        ({"ratio_cap": 0.0}, "ratio_cap is 0.0 but must be > 0"),
     ],
 )
 def test_an_impossible_grpo_is_named_with_its_bound(

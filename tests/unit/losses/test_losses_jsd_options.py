@@ -122,10 +122,10 @@ def test_given_probabilities_have_no_temperature_and_no_top_k(option: dict[str, 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"element_clip": 0.0}, "element_clip is 0.0 but has to be > 0"),
-        ({"element_clip": math.nan}, "element_clip is nan but has to be > 0"),
-        ({"top_k": 0}, "top_k is 0 but has to be >= 1"),
-        ({"normalizer": -1}, "normalizer is -1 but has to be a finite count"),
+        ({"element_clip": 0.0}, "element_clip is 0.0 but must be > 0"),
+        ({"element_clip": math.nan}, "element_clip is nan but must be > 0"),
+        ({"top_k": 0}, "top_k is 0 but must be >= 1"),
+        ({"normalizer": -1}, "normalizer is -1 but must be a finite count"),
     ],
 )
 def test_an_impossible_setting_is_named_with_its_bound(
@@ -189,7 +189,7 @@ def test_importance_weights_are_capped_detached_ratios() -> None:
 
 def test_a_cap_that_drops_everything_is_refused() -> None:
     student, teacher, old, _, mask = drawn()
-    with pytest.raises(ValueError, match="is_clip is 0 but has to be > 0"):
+    with pytest.raises(ValueError, match="is_clip is 0 but must be > 0"):
         sampled_reverse_kl(student, teacher, mask, normalizer=1, old_logprobs=old, is_clip=0)
 
 
@@ -375,10 +375,10 @@ def test_without_old_logprobs_or_without_a_cap_the_weight_is_one() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"jsd_beta": -0.1}, r"jsd_beta is -0.1 but has to be in \[0, 1\]"),
-        ({"top_k": 0}, "top_k is 0 but has to be >= 1"),
-        ({"temperature": 0.0}, "temperature is 0.0 but has to be > 0"),
-        ({"is_clip": 0.0}, "is_clip is 0.0 but has to be > 0"),
+        ({"jsd_beta": -0.1}, r"jsd_beta is -0.1 but must be in \[0, 1\]"),
+        ({"top_k": 0}, "top_k is 0 but must be >= 1"),
+        ({"temperature": 0.0}, "temperature is 0.0 but must be > 0"),
+        ({"is_clip": 0.0}, "is_clip is 0.0 but must be > 0"),
         ({"targets": None}, "old_logprobs are given but targets are None"),
     ],
 )

@@ -224,11 +224,11 @@ def test_a_vocabulary_of_one_entry_has_nothing_to_learn() -> None:
     ("changed", "message"),
     [
         ({"tau": -1.0}, "tau is -1.0 but an entropy is >= 0"),
-        ({"coef": math.inf}, "coef is inf but has to be finite"),
-        ({"clip_low": 2.0}, r"clip_low is 2.0 but has to be in \[0, 1\]"),
-        ({"clip_high": -0.1}, "clip_high is -0.1 but has to be >= 0"),
-        ({"top_k": 0}, "top_k is 0 but has to be >= 1"),
-        ({"temperature": -1.0}, "temperature is -1.0 but has to be > 0"),
+        ({"coef": math.inf}, "coef is inf but must be finite"),
+        ({"clip_low": 2.0}, r"clip_low is 2.0 but must be in \[0, 1\]"),
+        ({"clip_high": -0.1}, "clip_high is -0.1 but must be >= 0"),
+        ({"top_k": 0}, "top_k is 0 but must be >= 1"),
+        ({"temperature": -1.0}, "temperature is -1.0 but must be > 0"),
     ],
 )
 def test_an_impossible_setting_is_named_with_its_bound(
@@ -241,7 +241,7 @@ def test_an_impossible_setting_is_named_with_its_bound(
 
 
 def test_an_impossible_entropy_scale_is_refused() -> None:
-    with pytest.raises(ValueError, match="h_max is 0 but has to be > 0 nats"):
+    with pytest.raises(ValueError, match="h_max is 0 but must be > 0 nats"):
         entropy_gated_kl(*batch(), h_max=0, normalizer=1)
 
 
@@ -278,7 +278,7 @@ def test_nothing_is_chosen_where_nothing_is_masked_in() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.5])
 def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
-    with pytest.raises(ValueError, match=rf"fraction is {fraction} but has to be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=rf"fraction is {fraction} but must be in \(0, 1\]"):
         high_entropy_mask(torch.ones(2, 3), torch.ones(2, 3).bool(), fraction)
 
 

@@ -286,7 +286,7 @@ def test_a_single_sequence_needs_no_batch_axis(loss: Loss) -> None:
 
 @every_loss
 def test_an_impossible_normalizer_is_named(loss: Loss) -> None:
-    with pytest.raises(ValueError, match="normalizer is -1 but has to be a finite count"):
+    with pytest.raises(ValueError, match="normalizer is -1 but must be a finite count"):
         loss(batch(), -1)
 
 

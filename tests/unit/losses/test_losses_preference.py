@@ -70,8 +70,8 @@ def test_an_answer_without_tokens_has_log_probability_zero() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"beta": 0.0}, "dpo beta is 0.0 but has to be > 0: use 0.1"),
-        ({"label_smoothing": 0.5}, r"label_smoothing is 0.5 but has to be in \[0, 0.5\)"),
+        ({"beta": 0.0}, "dpo beta is 0.0 but must be > 0: use 0.1"),
+        ({"label_smoothing": 0.5}, r"label_smoothing is 0.5 but must be in \[0, 0.5\)"),
     ],
 )
 def test_an_impossible_setting_is_named_with_its_bound(
@@ -311,7 +311,7 @@ def test_an_impossible_mix_is_named_with_its_repair(change: dict[str, Any], mess
     [
         ({"ld_alpha": 0.5}, "ld_alpha is 0.5 and shared_lengths are not given"),
         ({"shared_lengths": torch.tensor([1])}, "ld_alpha is None and shared_lengths are given"),
-        ({"ld_alpha": 2.0, "shared_lengths": torch.tensor([1])}, r"ld_alpha is 2.0 but has to be"),
+        ({"ld_alpha": 2.0, "shared_lengths": torch.tensor([1])}, r"ld_alpha is 2.0 but must be"),
     ],
 )
 def test_an_impossible_length_weight_is_named_with_its_repair(

@@ -207,11 +207,11 @@ def test_ipo_with_the_lengths_of_one_side_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("ipo", {"beta": 0.0}, "ipo beta is 0.0 but has to be > 0: use 0.1"),
-        ("simpo", {"beta": -1}, "simpo beta is -1 but has to be > 0: use 2.0"),
-        ("simpo", {"gamma": -0.1}, "simpo gamma is -0.1 but has to be finite and >= 0"),
+        ("ipo", {"beta": 0.0}, "ipo beta is 0.0 but must be > 0: use 0.1"),
+        ("simpo", {"beta": -1}, "simpo beta is -1 but must be > 0: use 2.0"),
+        ("simpo", {"gamma": -0.1}, "simpo gamma is -0.1 but must be finite and >= 0"),
         ("simpo", {"gamma": math.inf}, "simpo gamma is inf"),
-        ("simpo", {"label_smoothing": 0.5}, r"label_smoothing is 0.5 but has to be in \[0, 0.5\)"),
+        ("simpo", {"label_smoothing": 0.5}, r"label_smoothing is 0.5 but must be in \[0, 0.5\)"),
         ("hinge", {"label_smoothing": 0.1}, "label_smoothing is 0.1 but hinge has none"),
     ],
 )

@@ -182,9 +182,9 @@ def test_an_absurd_mismatch_keeps_the_weights_finite(mode: Any, gap: float) -> N
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"maximum": 0.0}, "maximum is 0.0 but has to be > 0: use 3.0"),
-        ({"minimum": -1.0}, "minimum is -1.0 but has to be >= 0"),
-        ({"minimum": 4.0}, "minimum is 4.0 but has to be <= maximum, 3.0: raise maximum"),
+        ({"maximum": 0.0}, "maximum is 0.0 but must be > 0: use 3.0"),
+        ({"minimum": -1.0}, "minimum is -1.0 but must be >= 0"),
+        ({"minimum": 4.0}, "minimum is 4.0 but must be <= maximum, 3.0: raise maximum"),
     ],
 )
 def test_impossible_bounds_are_named(changed: dict[str, float], message: str) -> None:
@@ -200,7 +200,7 @@ def test_only_bad_sequences_far_from_their_sampler_are_dropped() -> None:
     found = off_policy_weights(policy, sampling, advantages, mask, threshold=0.5)
     assert found.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]
     assert off_policy_weights(policy, sampling, advantages, mask, threshold=1.0).min() == 1
-    with pytest.raises(ValueError, match=r"threshold is -1 but has to be >= 0"):
+    with pytest.raises(ValueError, match=r"threshold is -1 but must be >= 0"):
         off_policy_weights(policy, sampling, advantages, mask, threshold=-1)
 
 

@@ -95,7 +95,7 @@ def test_a_teacher_without_an_entry_of_the_student_asks_for_none_of_it() -> None
 
 @pytest.mark.parametrize("t", [-0.1, 1.1, math.nan])
 def test_a_time_outside_its_range_is_refused(t: float) -> None:
-    with pytest.raises(ValueError, match=r"t is .* but has to be in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"t is .* but must be in \[0, 1\]"):
         taid_loss(*batch(), t=t, normalizer=1)
 
 
@@ -139,10 +139,10 @@ def test_a_restored_schedule_continues_as_if_it_had_never_stopped() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"t_start": 1.0}, r"t_start is 1.0 but has to be in \[0, 1\)"),
-        ({"t_end": 0.3}, r"t_end is 0.3 but has to be in \[0.4, 1\]"),
-        ({"alpha": 2.0}, r"alpha is 2.0 but has to be in \[0, 1\]: use 0.0005"),
-        ({"beta": -1.0}, r"beta is -1.0 but has to be in \[0, 1\]: use 0.99"),
+        ({"t_start": 1.0}, r"t_start is 1.0 but must be in \[0, 1\)"),
+        ({"t_end": 0.3}, r"t_end is 0.3 but must be in \[0.4, 1\]"),
+        ({"alpha": 2.0}, r"alpha is 2.0 but must be in \[0, 1\]: use 0.0005"),
+        ({"beta": -1.0}, r"beta is -1.0 but must be in \[0, 1\]: use 0.99"),
     ],
 )
 def test_an_impossible_schedule_is_named_with_its_bound(
@@ -155,9 +155,9 @@ def test_an_impossible_schedule_is_named_with_its_bound(
 @pytest.mark.parametrize(
     ("loss", "step", "steps", "message"),
     [
-        (math.nan, 0, 10, "loss is nan but has to be finite"),
-        (1.0, 11, 10, r"step is 11 of 10 but has to be in \[0, steps\]"),
-        (1.0, 0, 0, "step is 0 of 0 but has to be in"),
+        (math.nan, 0, 10, "loss is nan but must be finite"),
+        (1.0, 11, 10, r"step is 11 of 10 but must be in \[0, steps\]"),
+        (1.0, 0, 0, "step is 0 of 0 but must be in"),
     ],
 )
 def test_an_impossible_update_is_refused_and_changes_nothing(

@@ -44,7 +44,7 @@ def test_there_are_thirty_faults_of_the_core_and_five_of_each_side_product() -> 
     [
         ("return a * b", "return a", "0 times"),
         ("return a +", "return a -", "2 times"),
-        ("return a + b", "return a +", "is no Python"),
+        ("return a + b", "return a +", "is not Python"),
         ("return a + b", "return (a + b)", "changes nothing"),
     ],
 )

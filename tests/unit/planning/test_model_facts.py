@@ -96,7 +96,7 @@ def test_a_plain_model_can_do_everything(sections: Any, build_config: Any) -> No
 @pytest.mark.parametrize(
     ("facts", "sections", "told"),
     [
-        (replace(FACTS, head=2.5), VLLM, "up to 2.5, which the fused losses do not know"),
+        (replace(FACTS, head=2.5), VLLM, "up to 2.5, which the fused losses do not support"),
         (replace(FACTS, positions=16), VLLM, "positions up to 16: lower policy.max_context to 16"),
         (FACTS, lora("q_proj"), r"no layer q_proj .*: name linear layers .* \(k_proj, o_proj\)"),
         (replace(FACTS, linear=()), lora(), "trainer.lora is set but QwenForCausalLM has no linea"),
@@ -235,7 +235,7 @@ def test_a_teacher_needs_positions_for_the_policys_conversations(build_config: A
     check_model_teaches(WINDOW, config)  # its attention is its own matter
     with pytest.raises(UnfitModel, match="has positions up to 16: lower"):
         check_model_teaches(replace(FACTS, positions=16), config)
-    with pytest.raises(UnfitModel, match="which the fused losses do not know"):
+    with pytest.raises(UnfitModel, match="which the fused losses do not support"):
         check_model_teaches(replace(FACTS, head=0.5), config)
 
 

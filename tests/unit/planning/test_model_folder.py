@@ -113,7 +113,7 @@ def indexed(**weight_map: Any) -> Callable[[Path], None]:
 
 
 NORM = "model.norm.weight"
-NOT_WHOLE = r"model.safetensors is no whole safetensors file \("
+NOT_WHOLE = r"model.safetensors is not a whole safetensors file \("
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "config.json that is cut": (
         written("config.json", b'{"model_type"'),
@@ -160,8 +160,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an index of a missing file": (indexed(more="two.safetensors"), "two.safetensors is missing"),
     "an index of a missing tensor": (indexed(more="one.safetensors"), "has no more, which model"),
-    "an index of other folders": (indexed(more="../../etc/passwd"), "is no file next to it"),
-    "an index of numbers": (indexed(more=7), "is no file next to it"),
+    "an index of other folders": (indexed(more="../../etc/passwd"), "is not a file next to it"),
+    "an index of numbers": (indexed(more=7), "is not a file next to it"),
     "an index that is cut": (cut_index, "index.json is not JSON"),
     "no tokenizer": (gone("tokenizer.json"), "has no tokenizer: none of tokenizer.json"),
     "a tokenizer that is cut": (written("tokenizer.json", b"{"), "tokenizer.json is not JSON"),
@@ -237,7 +237,7 @@ def test_check_and_train_refuse_a_broken_folder_before_anything_starts(
     settings = ["--set", f"policy.path={folder}"]
     assert main([command, "configs/quickstart.toml", *settings, *output]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"composer-mesh: policy.path: {folder / WEIGHTS} is no ")
+    assert told.startswith(f"composer-mesh: policy.path: {folder / WEIGHTS} is not ")
     assert len(told.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 

@@ -80,7 +80,7 @@ def test_nothing_may_be_spent_by_default_and_what_is_free_always_fits() -> None:
 
 
 def test_unknown_prices_are_refused_unless_an_amount_is_assumed() -> None:
-    with pytest.raises(UnknownPrice, match="nobody says what a request costs"):
+    with pytest.raises(UnknownPrice, match="the cost of a request is unknown"):
         BudgetRules(usd=1).bound(None)
     assert BudgetRules(unknown_prices="allow", assumed_usd=0.02).bound(None) == nano(0.02)
     assert BudgetRules().bound(7) == 7

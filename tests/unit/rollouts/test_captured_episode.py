@@ -307,7 +307,7 @@ def test_an_answer_that_a_stop_string_ended_is_closed_in_the_context(qwen: ChatF
         ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "names no function"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
-            "no JSON",
+            "are not JSON",
         ),
     ],
 )

@@ -107,13 +107,13 @@ def test_the_generation_prompt_holds_the_empty_thinking_block_once(
 BROKEN = {
     "no prompt behind tools": (
         chat_templates.NO_PROMPT_BEHIND_TOOLS,
-        "behind a tool result the chat template ends with .* use a template that ends every",
+        "after a tool result the chat template ends with .* use a template that ends every",
     ),
     "plain text": (chat_templates.PLAIN_TEXT, "set off by a control token"),
     "drops content": (chat_templates.DROPS_CONTENT, "does not write a question: 'qzquestion' is"),
     "drops system messages": (chat_templates.DROPS_SYSTEM, "neither tools nor system messages"),
     "writes contents twice": (chat_templates.WRITES_TWICE, "writes a user message 2 times"),
-    "merges into tools": (chat_templates.MERGES_INTO_TOOLS, "one hint cannot stand behind both"),
+    "merges into tools": (chat_templates.MERGES_INTO_TOOLS, "a hint cannot follow both"),
 }
 
 

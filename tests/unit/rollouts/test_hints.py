@@ -115,7 +115,7 @@ def test_a_registered_template_is_found_and_a_taken_key_is_not_lost() -> None:
     templates = HintTemplates({"a": "First {x}."})
     templates.register("b", "Second {{x}}.")
     assert render_hint(site("b"), templates=templates) == "Hint: Second {x}."
-    with pytest.raises(ValueError, match="'a' is there already: pass replace=True"):
+    with pytest.raises(ValueError, match="'a' already exists: pass replace=True"):
         templates.register("a", "Other.")
     templates.register("a", "Other {y}.", replace=True)
     assert render_hint(site("a", y="1"), templates=templates) == "Hint: Other 1."

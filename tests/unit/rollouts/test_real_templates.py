@@ -275,7 +275,7 @@ def test_the_stop_tokens_of_a_folder_are_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({"eos_token_id": ends}))
     found = chat_settings(tmp_path, tokenizer, given)
     assert found == {**given, "stops": ("<|eom_id|>", "<|python_tag|>")}
-    with pytest.raises(ValueError, match=r"has '<\|no\|>', which is no token of the tokenizer"):
+    with pytest.raises(ValueError, match=r"has '<\|no\|>', which is not a token of the tokenizer"):
         chat_settings(tmp_path, tokenizer, {**given, "stops": ["<|no|>"]})
     for wrong in (10**9, -1, "x", True):
         file.write_text(json.dumps({"eos_token_id": [wrong]}))

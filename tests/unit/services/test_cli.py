@@ -287,7 +287,7 @@ REFUSED = {
     "module that fails": ("users_mistake.loss", [], "this module cannot be imported"),
     "no function": ("users_functions.a_number", [], "it is of type int: name a function"),
     "coroutine": ("users_functions.later", [], "write def, not async def"),
-    "no path": ("users_functions", [], "it is no import path"),
+    "no path": ("users_functions", [], "it is not an import path"),
     "wrong arguments": ("users_functions.loss", ["kwargs.skale=2.0"], "skale=2.0"),
 }
 

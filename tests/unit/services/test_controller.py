@@ -236,7 +236,7 @@ async def test_an_environment_or_a_policy_that_always_fails_ends_the_run_and_say
     make_world: MakeWorld, config: Config, port: str
 ) -> None:
     world = make_world(seed=9, broken=port)
-    with pytest.raises(RolloutsFail, match=f"none of 4 held-out .* Broken: {port}: mend"):
+    with pytest.raises(RolloutsFail, match=f"none of 4 held-out .* Broken: {port}: correct"):
         await finished(world, config)
     assert world.names("evaluated") == []
     assert world.sessions == {}

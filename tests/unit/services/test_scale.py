@@ -73,7 +73,7 @@ async def test_a_run_is_scaled_from_outside(world: World, tmp_path: Path) -> Non
     [
         ({}, "no pool was named"),
         ({"generators": 2}, "name one of generator, environment$"),
-        ({"teacher_replay": 2}, "no pool of this run"),
+        ({"teacher_replay": 2}, "is not a pool of this run"),
         ({"trainer": 2}, "set trainer.ranks"),
         ({"sdpo_teacher": 2}, "set sdpo.replicas"),
         ({"reference": 2}, "a run has one of it"),
@@ -121,7 +121,9 @@ async def test_only_the_owner_may_use_the_socket_which_is_gone_afterwards(
         mode = (run / CONTROL_FILE).stat().st_mode
         assert (stat.S_ISSOCK(mode), stat.S_IMODE(mode)) == (True, 0o600)
         assert await ask(run, "echo", word="hello") == {"word": "hello"}
-        with pytest.raises(ControlRefused, match="'shout' is no command of this run, which knows"):
+        with pytest.raises(
+            ControlRefused, match="'shout' is not a command of this run, which knows"
+        ):
             await ask(run, "shout")
     assert list(run.iterdir()) == []
     with pytest.raises(RunUnavailable, match="takes no commands"):
@@ -139,7 +141,7 @@ async def test_a_line_that_is_no_request_is_answered_and_hurts_nobody(
         writer.write(line)
         assert "one JSON object" in json.loads(await reader.readline())["refused"]
         writer.close()
-        with pytest.raises(ControlRefused, match="no command"):
+        with pytest.raises(ControlRefused, match="is not a command"):
             await ask(tmp_path, "echo")
 
 
@@ -190,7 +192,7 @@ def test_a_size_that_is_none_is_refused_before_anybody_is_asked(
 
 def test_each_kind_is_said_once() -> None:
     assert read_sizes(["generator=3", "environment=1"]) == {"generator": 3, "environment": 1}
-    with pytest.raises(ControlRefused, match="not named before"):
+    with pytest.raises(ControlRefused, match="with a new kind"):
         read_sizes(["generator=3", "generator=1"])
 
 

@@ -146,9 +146,9 @@ def test_a_message_cannot_pretend_to_be_two() -> None:
 
 
 def test_a_judge_that_the_config_does_not_have_is_named() -> None:
-    with pytest.raises(UnusableTask, match="asks judge 'quality', but the config has style"):
+    with pytest.raises(UnusableTask, match="queries judge 'quality', but the config has style"):
         outcome_of(ScriptedJudges(SCORE), judges=("style",))
-    with pytest.raises(UnusableTask, match="nothing here asks judges"):
+    with pytest.raises(UnusableTask, match="no judges are available here"):
         outcome_of(None)
 
 

@@ -110,7 +110,7 @@ def test_evaluation_is_a_tenth_of_the_run_unless_it_is_set(
         (["--target", "0"], "must be a share of success above 0"),
         (["--target", "1.5"], "must be a share of success above 0"),
         (["--deviation", "0"], "must be points of success above 0"),
-        (["--deviation-from", "nowhere"], "is no report of an ablation"),
+        (["--deviation-from", "nowhere"], "is not a report of an ablation"),
         (["--usd-per-hour", "-1"], "must be a price of 0 or more"),
     ],
 )

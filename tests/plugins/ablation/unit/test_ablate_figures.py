@@ -202,7 +202,7 @@ def test_the_deviation_of_earlier_runs_is_that_of_their_differences_by_seed(
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"arms": {"both": 3}}', '{"settings": 4}'])
 def test_what_is_no_report_of_an_ablation_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "ablation.json").write_text(text)
-    with pytest.raises(RunDirectoryError, match="is no report of an ablation"):
+    with pytest.raises(RunDirectoryError, match="is not a report of an ablation"):
         earlier_deviation(tmp_path)
 
 
@@ -299,7 +299,7 @@ def test_a_run_that_two_reports_hold_is_refused(elsewhere: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"settings": [{"base": {}}]}', '{"settings": 3}'])
 def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "ablation.json").write_text(text)
-    with pytest.raises(UsageError, match="is no report of an ablation"):
+    with pytest.raises(UsageError, match="is not a report of an ablation"):
         merged_runs(study((0,)), [tmp_path])
 
 

@@ -200,7 +200,7 @@ def test_figures_of_a_run_that_are_no_amounts_are_refused(tmp_path: Path) -> Non
     assert ablate_command(planned, tmp_path, PricedRuns()) == 0
     metrics = tmp_path / planned.runs[0].place / "metrics.jsonl"
     metrics.write_text('{"step": 1, "tokens/trained": "many"}\n')
-    with pytest.raises(RunDirectoryError, match="tokens/trained that is no amount"):
+    with pytest.raises(RunDirectoryError, match="tokens/trained that is not an amount"):
         outcomes(list(planned.runs), tmp_path)
 
 

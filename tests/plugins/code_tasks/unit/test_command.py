@@ -89,7 +89,7 @@ def made(name: str, tasks: int = 2) -> Made:
             {"check": HERE, "sources": (), "output": HERE},
             "name another file for --output",
         ),
-        ({"check": Path("none.jsonl"), "sources": (), "output": None}, "is no file"),
+        ({"check": Path("none.jsonl"), "sources": (), "output": None}, "is not a file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_a_box_is_made(
@@ -222,7 +222,7 @@ def test_a_file_that_states_an_impossible_size_is_refused(kind: bytes, size: int
     [
         ("small-1.tar.gz", b"no archive", "cannot be read"),
         ("small-1.zip", b"no archive", "cannot be read"),
-        ("small.whl", b"", "is no source distribution"),
+        ("small.whl", b"", "is not a source distribution"),
     ],
 )
 def test_what_is_no_source_distribution_is_refused(name: str, content: bytes, says: str) -> None:
@@ -231,7 +231,7 @@ def test_what_is_no_source_distribution_is_refused(name: str, content: bytes, sa
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SourceUnavailable, match="no file and no folder"):
+    with pytest.raises(SourceUnavailable, match="is neither a file nor a folder"):
         opened("none/small-1.tar.gz", [])
 
 
@@ -281,10 +281,10 @@ def test_its_test_checks_the_function(tmp_path: Path, monkeypatch: pytest.Monkey
         (b"", "it has no problem"),
         (written(PROBLEM) + b"{\n", "small.jsonl cannot be read: line 2 is not JSON in UTF-8"),
         (b'{"prompt": "\xe9"}\n', "line 1 is not JSON in UTF-8 .*0xe9 in position 12"),
-        (b"[1]\n", "line 1 is no problem: it needs the texts prompt"),
-        (written({**PROBLEM, "test": 3}), "line 1 is no problem"),
-        (written({**PROBLEM, "entry_point": "a.b"}), "no name of a function"),
-        (written({**PROBLEM, "canonical_solution": "    return (\n"}), "problem 0 is no Python"),
+        (b"[1]\n", "line 1 is not a problem: it needs the texts prompt"),
+        (written({**PROBLEM, "test": 3}), "line 1 is not a problem"),
+        (written({**PROBLEM, "entry_point": "a.b"}), "is not a name of a function"),
+        (written({**PROBLEM, "canonical_solution": "    return (\n"}), "problem 0 is not Python"),
         (b"\x1f\x8bno gzip", "cannot be read"),
     ],
 )

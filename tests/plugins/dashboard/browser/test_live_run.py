@@ -77,7 +77,8 @@ def test_rollouts_are_filtered_and_one_is_read(run: LiveRun, page: Any) -> None:
     page.click("nav.tabs >> text=Rollouts")
     page.select_option("select[name=outcome]", "failed")
     page.click("form[role=search] button")
-    outcomes = page.locator("table.rollouts td:nth-child(4)").all_inner_texts()
+    column = page.locator("table.rollouts th").all_inner_texts().index("outcome") + 1
+    outcomes = page.locator(f"table.rollouts td:nth-child({column})").all_inner_texts()
     assert outcomes
     assert set(outcomes) == {"✗ failed"}
     page.locator("table.rollouts a[data-open]").first.click()

@@ -157,7 +157,7 @@ def test_control_has_a_token_even_on_loopback_and_other_machines_need_one(tmp_pa
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     arguments = make_parser().parse_args(["dashboard", str(tmp_path / "nothing")])
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         commands.dashboard.run(arguments)
 
 

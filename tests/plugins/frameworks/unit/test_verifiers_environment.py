@@ -197,8 +197,8 @@ async def test_an_episode_that_is_cancelled_is_cancelled_there(
     ("line", "said"),
     [
         ('{"unusable": "ModuleNotFoundError: taskset \'x\' not found"}', "taskset 'x' not found"),
-        ("no json", "it said 'no json.*', which is no answer"),
-        ("[1]", "which is no answer"),
+        ("no json", "it said 'no json.*', which is not an answer"),
+        ("[1]", "which is not an answer"),
     ],
 )
 def test_a_driver_that_cannot_play_is_refused_before_anything_starts(

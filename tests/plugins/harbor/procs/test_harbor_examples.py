@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,3 +147,34 @@ async def test_files_and_processes_stay_between_commands(folder: Path, container
     assert shown[2] == "/app\nnone\nexit code 0"
     assert shown[4] == "two\n"
     assert "took too long" in shown[5]
+
+
+STEPS = """
+
+[[steps]]
+name = "one"
+
+[[steps]]
+name = "two"
+"""
+
+
+async def test_each_step_has_servers_and_an_image_of_no_earlier_tests(
+    folder: Path, containers: Any
+) -> None:
+    place = folder / "tasks" / "mcp-steps"
+    shutil.copytree(folder / "tasks" / "mcp-counter", place)
+    (place / "task.toml").write_text((place / "task.toml").read_text() + STEPS)
+    for name in ("one", "two"):
+        (place / "steps" / name).mkdir(parents=True)
+        (place / "steps" / name / "instruction.md").write_text(f"Step {name}.")
+    try:
+        params = {"server": "counter", "tool": "add", "arguments": {"number": 7}}
+        add = call_text("call_mcp_tool", params)
+        write = bash("ls /tests 2> /dev/null; echo 12 > counter.txt")
+        actions = [add, write, SUBMIT, add, write, SUBMIT]
+        reward, shown = await played(loaded(folder, containers, "mcp-steps"), "mcp-steps", actions)
+    finally:
+        shutil.rmtree(place)
+    assert reward == 1.0
+    assert shown[1:] == ["7", "exit code 0", "Step two.", "7", "exit code 0"]

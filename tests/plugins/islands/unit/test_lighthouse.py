@@ -31,7 +31,7 @@ def test_an_address_without_one_is_refused() -> None:
 
 def test_another_server_is_refused(httpserver: HTTPServer) -> None:
     httpserver.expect_request("/").respond_with_data("hello")
-    with pytest.raises(LighthouseUnfit, match="is no lighthouse"):
+    with pytest.raises(LighthouseUnfit, match="is not a lighthouse"):
         check_lighthouse(httpserver.url_for("/"))
 
 

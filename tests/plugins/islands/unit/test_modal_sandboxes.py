@@ -194,7 +194,7 @@ def options(**changes: object) -> Namespace:
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        ({"hardware": "disk=3"}, "'disk=3' is no GPU"),
+        ({"hardware": "disk=3"}, "'disk=3' is not a GPU"),
         ({"timeout_h": 25.0}, "--timeout-h is 25 but a sandbox lives 24 hours at most"),
         ({"store": "file:///shared"}, "see no folder of this machine"),
     ],

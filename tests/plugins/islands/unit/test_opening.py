@@ -33,7 +33,7 @@ def test_a_folder_is_a_store(tmp_path: Path) -> None:
     ("uri", "why"),
     [
         ("file://relative/folder", "must have an absolute path"),
-        ("ftp://host/folder", "is no address of an object store"),
+        ("ftp://host/folder", "is not an address of an object store"),
     ],
 )
 def test_an_address_that_is_none_is_refused(uri: str, why: str) -> None:

@@ -158,7 +158,7 @@ def test_a_resumed_launch_takes_a_directory_that_is_there() -> None:
         ({"volume": ""}, r"kubernetes\.volume is empty.*ReadWriteMany"),
         ({"mount": "/"}, r"kubernetes\.mount is '/' but must be an absolute path"),
         ({"mount": "runs"}, r"kubernetes\.mount is 'runs' but must be"),
-        ({"output": "runs/___"}, "takes no letter"),
+        ({"output": "runs/___"}, "accepts no letter"),
         ({"output": "runs/" + "x" * 60}, "letters but the name of an object 52 at most"),
         ({"cluster": {"authority": "/secret/ca"}}, r"remove cluster\.authority"),
         (

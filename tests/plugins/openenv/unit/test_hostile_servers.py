@@ -154,7 +154,7 @@ STEPS: dict[str, tuple[Send, type[Exception], str]] = {
     "no result of a call": (
         observed(observation={"error": "x"}, done=False),
         ProtocolViolation,
-        "no result of a call",
+        "not answered by a result",
     ),
     "unknown error type": (
         observed(observation={"error": {"error_type": "teapot"}}, done=False),

@@ -62,7 +62,7 @@ LISTS: dict[str, tuple[Any, str]] = {
         [tool(input_schema={"type": "object", "properties": {"x": {"enum": ["a"] * 999}}})],
         "lists 999 values in enum",
     ),
-    "a list as arguments": ([tool(input_schema={"type": "array"})], "are no object"),
+    "a list as arguments": ([tool(input_schema={"type": "array"})], "are not an object"),
 }
 
 

@@ -189,7 +189,7 @@ def test_sessions_share_no_state() -> None:
     ],
 )
 def test_gold_calls_are_parsed_and_anything_but_literals_is_refused(text: str) -> None:
-    with pytest.raises(UnusableTask, match="no call with literal arguments"):
+    with pytest.raises(UnusableTask, match="is not a call with literal arguments"):
         parsed_call(text)
 
 

@@ -112,7 +112,7 @@ async def test_an_operation_of_the_log_that_new_limits_refuse_fails_alone(tmp_pa
             await world.commits.run(partial(execute, job=job, name=one["request_id"]))
     async with served(tmp_path) as world:
         client = world.client()
-        assert "no ForwardBackwardRequest" in (await client.result(asked[0]))["error"]
+        assert "is not a ForwardBackwardRequest" in (await client.result(asked[0]))["error"]
         assert "the body is" in (await client.result(drawn))["error"]
         assert b"error" not in (await client.raw(asked[1])).content
 

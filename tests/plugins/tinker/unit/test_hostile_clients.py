@@ -125,7 +125,7 @@ CHANGES = {
     "3 bytes of int32": lambda _, datum: setattr(
         datum.model_input[0].encoded_text, "tokens", b"abc"
     ),
-    "no text": lambda _, datum: datum.model_input[0].image.SetInParent(),
+    "is not text": lambda _, datum: datum.model_input[0].image.SetInParent(),
     "which cross_entropy does not read": lambda _, datum: datum.loss_fn_inputs["pickle"].CopyFrom(
         datum.loss_fn_inputs["target_tokens"]
     ),
@@ -144,7 +144,7 @@ async def test_data_that_cannot_be_trained_is_refused_by_what_is_wrong(tmp_path:
             body = broken(change).replace(b"\x0a\x05MODEL", b"")
             refusal = await client.send(body, status=400)
             assert expected in refusal["detail"], expected
-        assert "no ForwardBackwardRequest" in (await client.send(b"\xff" * 50, 400))["detail"]
+        assert "is not a ForwardBackwardRequest" in (await client.send(b"\xff" * 50, 400))["detail"]
         await client.raw(await client.train(model, 1))
 
 
@@ -309,7 +309,7 @@ async def test_pairs_without_both_sides_in_order_are_refused(
         client = world.client()
         model = await client.model()
         refusal = await client.send(pair_body(model, *sides), 400)
-        assert "is no pair with" in refusal["detail"]
+        assert "is not a pair with" in refusal["detail"]
         await client.raw(await client.send(pair_body(model, 1.0, -1.0, 0.0)))
 
 

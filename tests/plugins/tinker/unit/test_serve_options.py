@@ -38,6 +38,11 @@ KEY = "tml-0123456789abcdef"
         ("trainer", {"ranks": 2, "lora": {"rank": 4}}, "trainer.lora is "),
         ("trainer", {"sharding": "fsdp2"}, "trainer.sharding is 'fsdp2' but trainer.ranks is 1"),
         ("trainer", {"packing": True}, "trainer.packing is True"),
+        (
+            "generator",
+            {"quantization": "fp8", "dtype": "bfloat16"},
+            "generator.quantization is 'fp8'",
+        ),
         ("trainer", {"optimizer": "muon"}, "trainer.optimizer is 'muon'"),
         ("trainer", {"optimizer_offload": True}, "trainer.optimizer_offload is True"),
         ("trainer", {"lora": {"rank": 4}}, "trainer.lora is "),
@@ -154,7 +159,7 @@ def test_the_page_names_every_loss() -> None:
 
 
 def test_the_versions_of_the_page_are_those_that_are_tested() -> None:
-    versions = re.search(r"SDKs\s+(\S+) to (\S+) are served", PAGE.text)
+    versions = re.search(r"SDKs\s+(\S+) to (\S+) are\s+supported", PAGE.text)
     assert versions is not None
     sessions = (ROOT / "tests" / "plugins" / "tinker" / "nox_sessions.py").read_text()
     (tested,) = re.findall(r"^SDKS = \((.*)\)$", sessions, re.MULTILINE)

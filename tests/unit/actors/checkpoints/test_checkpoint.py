@@ -31,6 +31,10 @@ from composer_mesh.actors.checkpoints.manifest import MANIFEST_FILE, damage, wri
 from composer_mesh.actors.checkpoints.state import (
     SHARDS,
     TRAINING_FILE,
+    WEIGHTS,
+    CheckpointReader,
+    CheckpointWriter,
+    TrainingState,
     random_states,
     restore_random_states,
 )
@@ -232,8 +236,27 @@ def test_a_write_that_fails_says_where_and_why(
     one = Learner(build_config(**TAID), folder, Ranks())
     one.copy()
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointFailed, match=r"file could not be written .*make room for it"):
+    with pytest.raises(CheckpointFailed, match=r"file could not be written .*free space for it"):
         one.write(tmp_path / "file")
+
+
+def test_a_second_checkpoint_is_copied_where_torch_closes_its_stager(tmp_path: Path) -> None:
+    writer, weight = CheckpointWriter(Ranks(), None), torch.zeros(3)
+
+    def copy(step: int) -> None:
+        state = {WEIGHTS + "a": weight.fill_(step)}
+        writer.copy(TrainingState(step, state, {}, [random_states(CPU)]))
+        writer._stager.close()  # as torch 2.11 and 2.12 do in each copy
+
+    copy(1)
+    with pytest.raises(KeyError):
+        copy(2)
+    writer.reuses_stager = False
+    copy(3)
+    writer.write(tmp_path, export=False)
+    found = torch.zeros(3)
+    CheckpointReader(tmp_path).of(WEIGHTS).read({"a": found})
+    assert found.tolist() == [3.0] * 3
 
 
 def test_the_average_of_an_inline_teacher_goes_on_from_where_it_was(build_model: Any) -> None:

@@ -193,7 +193,7 @@ def test_the_load_planner_refuses_values_that_torch_would_unpickle(tmp_path: Pat
     without_ranks()
     marker = tmp_path / "attacked"
     dcp.save({"one": Attack(marker)}, checkpoint_id=tmp_path / "old", no_dist=True)
-    with pytest.raises(BaseException, match="one is no tensor: a checkpoint holds only tensors"):
+    with pytest.raises(BaseException, match="one is not a tensor: a checkpoint holds only tensors"):
         dcp.load({"one": 0}, checkpoint_id=tmp_path / "old", planner=TensorsOnly(), no_dist=True)
     assert not marker.exists()
 
@@ -258,9 +258,15 @@ def test_a_fifo_in_the_place_of_a_file_is_refused_and_not_waited_for(
 
 
 MANIFESTS: dict[str, tuple[object, str]] = {
-    "a device": ({"../../../../dev/zero": {"bytes": 0, "crc32": "0"}}, "no file of a checkpoint"),
-    "an absolute path": ({"/dev/zero": {"bytes": 0, "crc32": "0"}}, "no file of a checkpoint"),
-    "a zero byte": ({"a\0b": {"bytes": 0, "crc32": "0"}}, "no file of a checkpoint"),
+    "a device": (
+        {"../../../../dev/zero": {"bytes": 0, "crc32": "0"}},
+        "is not a file of a checkpoint",
+    ),
+    "an absolute path": (
+        {"/dev/zero": {"bytes": 0, "crc32": "0"}},
+        "is not a file of a checkpoint",
+    ),
+    "a zero byte": ({"a\0b": {"bytes": 0, "crc32": "0"}}, "is not a file of a checkpoint"),
     "no size": ({"a": {"bytes": float("inf"), "crc32": "0"}}, "OverflowError"),
     "a list": (["a"], "AttributeError"),
     "a fifo": ({"fifo": {"bytes": 0, "crc32": "0"}}, "cannot be read"),

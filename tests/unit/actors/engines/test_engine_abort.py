@@ -99,7 +99,7 @@ def test_an_aborted_id_may_be_submitted_again_and_is_answered_once(make: Make, s
     engine.submit(request("r"), old.append)
     for _ in range(steps):
         engine.step()
-    with pytest.raises(DuplicateRequest, match="r is under way already: abort it"):
+    with pytest.raises(DuplicateRequest, match="r is already running: abort it"):
         engine.submit(request("r"), new.append)
     engine.abort("r")
     engine.submit(request("r", new=4), new.append)

@@ -65,6 +65,34 @@ async def test_an_idle_engine_takes_weights_at_once() -> None:
         assert (await loop.ask(request(new=1))).versions == [2]
 
 
+async def test_requests_of_a_sleeping_engine_wait_without_a_deadline_and_continue() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    steps = iter(range(100))
+
+    def during() -> None:
+        if next(steps) == 2:
+            reached.set()
+            go_on.wait()
+
+    engine = SteppedEngine(during)
+    async with serving(engine) as loop:
+        answer = loop.ask(request(new=6))
+        await asyncio.to_thread(reached.wait)
+        sleeping = asyncio.create_task(loop.sleep({"b", "a"}))
+        await asyncio.sleep(0)  # the task begins, and leaves its change for the loop
+        go_on.set()
+        await sleeping
+        asked = request("later", new=1, deadline_s=60.0)
+        later = loop.ask(asked)
+        loop._expire(asked, later, loop._progress)
+        await turns()
+        assert (engine.slept, loop.asleep) == ([["a", "b"]], True)
+        assert not answer.done() | later.done()
+        await loop.wake(Plain(4))
+        assert (await later).versions == [4]
+        assert (await answer).versions == [0, 0, 0, 4, 4, 4]
+
+
 async def test_a_fault_of_the_engine_ends_serving() -> None:
     def break_down() -> None:
         raise ZeroDivisionError("the engine is broken")

@@ -333,7 +333,7 @@ def test_experts_are_told_only_where_they_are_asked_for(model: Any, build_model:
     (result,) = answers(EmbeddedEngine(model, 4, 256), [[5] * 20], start=None)
     assert result.experts is None
     dense = EmbeddedEngine(build_model(1), 4, 256)
-    with pytest.raises(ExpertsUnknown, match="one asks for the experts of its tokens, which this"):
+    with pytest.raises(ExpertsUnknown, match="one requests the experts of its tokens, which this"):
         dense.submit(GenerationRequest("one", [5], 3, 1.0, 0, [], experts_from=0), lambda _: None)
     put(dense, [ask("two", [5])], {})
 

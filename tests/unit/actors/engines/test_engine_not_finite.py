@@ -9,13 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_requests import Plain, ask, assert_faithful, serve
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from composer_mesh.actors.engines.embedded import EmbeddedEngine
-from composer_mesh.actors.engines.embedded_requests import sample, truncated
+from composer_mesh.actors.engines.embedded_requests import (
+    RunningRequest,
+    SamplingRows,
+    on_host,
+    sampled,
+    truncated,
+)
 from composer_mesh.actors.engines.port import LogitsNotFinite
 from composer_mesh.rollouts.generation import WHOLE, GenerationRequest, Truncation
 
@@ -28,6 +35,33 @@ PROMPTS = {f"r{n}": [n, n + 1, n + 2, 7, 8, 9, 10, 11, 12, 13][: 4 + n] for n in
 @pytest.fixture(scope="module")
 def model(build_model: Any) -> Any:
     return build_model(1)
+
+
+def rows_of(
+    temperatures: list[float], draws: list[float], truncations: list[Truncation]
+) -> SamplingRows:
+    columns = zip(temperatures, draws, truncations, strict=True)
+    running = [
+        RunningRequest(
+            GenerationRequest("r", [1], 1, heat, 0, [], truncation=cut),
+            lambda _: None,
+            None,
+            [draw],
+            np.ones(1, dtype=np.int64),
+        )
+        for heat, draw, cut in columns
+    ]
+    return SamplingRows.of(running, torch.device("cpu"))
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: list[float],
+    draws: list[float],
+    truncations: list[Truncation] | None = None,
+) -> tuple[list[int], list[float]]:
+    cuts = truncations or [WHOLE] * len(draws)
+    return on_host(sampled(logits, rows_of(temperatures, draws, cuts)))
 
 
 @contextmanager
@@ -213,7 +247,8 @@ def test_what_is_kept_is_what_transformers_keeps(truncation: Truncation, warper:
     for seed in range(50):
         logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(seed)) * 3
         theirs = warper(torch.zeros(1, 1, dtype=torch.long), logits)[0]
-        assert torch.equal(truncated(logits[0], truncation), theirs)
+        cuts = rows_of([1.0], [0.5], [truncation]).values[2:, :, None]
+        assert torch.equal(truncated(logits, *cuts)[0], theirs)
 
 
 def test_a_truncated_row_does_not_change_its_neighbours_and_greedy_is_not_truncated() -> None:

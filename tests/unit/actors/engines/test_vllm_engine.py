@@ -143,6 +143,22 @@ def test_a_swap_puts_weights_in_then_drops_what_was_computed_then_labels() -> No
     assert served.version == 5
 
 
+def test_it_sleeps_without_keys_and_wakes_with_new_weights_before_its_cache() -> None:
+    llm = FakeLlm()
+    served = engine(llm)
+    served.sleep(())
+    served.wake(Plain(5))
+    slept = ["reset True", "sleep 1"]
+    assert llm.calls == ["label 0", *slept, "wake weights", "update", "label 5", "wake kv_cache"]
+    llm.calls.clear()
+    served.sleep(())
+    served.wake(None)
+    assert llm.calls == [*slept, "wake weights", "wake kv_cache"]
+    llm.resets = False
+    with pytest.raises(EngineFault, match="kept cached keys and values of version 5 while it slee"):
+        served.sleep(())
+
+
 def test_a_cache_that_stays_under_new_weights_is_a_fault() -> None:
     llm = FakeLlm()
     llm.resets = False

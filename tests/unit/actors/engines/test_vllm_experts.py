@@ -123,7 +123,7 @@ def test_who_does_not_ask_is_told_no_experts() -> None:
 
 def test_experts_that_an_engine_does_not_know_are_refused_at_once() -> None:
     engine = VllmEngine(FakeLlm(), lambda _: None, lambda _: None, LIMITS)
-    with pytest.raises(ExpertsUnknown, match="r asks for the experts of its tokens, which this"):
+    with pytest.raises(ExpertsUnknown, match="r requests the experts of its tokens, which this"):
         engine.submit(asking(), lambda _: None)
     assert not engine.busy
 
@@ -206,7 +206,11 @@ def test_on_a_gpu_vllm_is_asked_and_on_a_cpu_our_worker(build_config: Any) -> No
 @pytest.mark.parametrize(
     ("vllm", "placement", "why"),
     [
-        ({"enforce_eager": False}, {}, "enforce_eager is false .* compiled layers tell no experts"),
+        (
+            {"enforce_eager": False},
+            {},
+            "enforce_eager is false .* compiled layers report no experts",
+        ),
         ({"engine_args": {"async_scheduling": True}}, {}, "async_scheduling is true .*remove it"),
         ({"enable_prefix_caching": False}, ON_GPU, "enable_prefix_caching is false .* to true"),
     ],

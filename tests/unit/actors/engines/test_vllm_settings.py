@@ -82,6 +82,7 @@ def test_arguments_follow_from_the_config(config: Any, folder: Path) -> None:
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert arguments["skip_tokenizer_init"]
     assert pkgutil.resolve_name(arguments["worker_extension_cls"]) is PolicyWorker
+    assert not arguments["enable_sleep_mode"]
 
 
 def test_the_cache_on_a_cpu_holds_every_conversation_that_may_run(
@@ -104,6 +105,9 @@ def test_a_gpus_cache_is_what_its_share_leaves(
     arguments = engine_arguments(on_gpu, folder)
     assert arguments["kv_cache_memory_bytes"] is None
     assert arguments["gpu_memory_utilization"] == pytest.approx(0.45)
+    shared = on_gpu.placement.model_copy(update={"colocate": True})
+    sleeps = on_gpu.model_copy(update={"placement": shared})
+    assert engine_arguments(sleeps, folder)["enable_sleep_mode"]
 
 
 def test_on_a_cpu_nothing_is_compiled_and_prompts_are_taken_whole(
@@ -115,6 +119,13 @@ def test_on_a_cpu_nothing_is_compiled_and_prompts_are_taken_whole(
         assert arguments["enable_chunked_prefill"] != on_cpu
     asked = config(placement=ON_GPU, vllm={"enforce_eager": True})
     assert engine_arguments(asked, folder)["enforce_eager"]
+
+
+def test_vllm_quantizes_where_the_config_says_so(config: Any, folder: Path) -> None:
+    assert "quantization" not in engine_arguments(config(placement=ON_GPU), folder)
+    quantized = config(placement=ON_GPU, dtype="bfloat16", quantization="fp8")
+    check_vllm_fits(quantized)
+    assert engine_arguments(quantized, folder)["quantization"] == "fp8"
 
 
 def test_further_arguments_are_handed_on_but_none_that_another_key_decides(
@@ -167,6 +178,10 @@ def test_only_vllm_on_a_cpu_gets_the_settings_of_vllm_on_a_cpu(
         ({"policy": {"head_dim": 16}}, r"head_dim is 16, .* 32, 64, .*: set policy.head_dim"),
         ({"vllm": {"tensor_parallel": 3}}, "tensor_parallel is 3 but the policy has 4 heads"),
         ({"temperature": 0.001}, r"generator.temperature is 0.001, .* samples at 0.01"),
+        (
+            {"quantization": "fp8", "dtype": "bfloat16"},
+            "quantization is 'fp8', which vLLM serves on GPUs only",
+        ),
         ({"eval": {"temperature": 0.009}}, r"eval.temperature is 0.009"),
         ({"vllm": {"kv_cache_gb": 0.0001}}, r"kv_cache_gb is 0.0001, .* 512 tokens takes 0.000488"),
     ],

@@ -146,9 +146,12 @@ def test_an_unknown_model_is_a_404_with_an_error_body(web: httpx.Client) -> None
         (b'{"model": "m", "messages": [{}]}', '"role"'),
         (json.dumps(request(stream=True)).encode(), "not streamed"),
         (json.dumps(request(n=2)).encode(), "not streamed"),
-        (b'{"model": "never-wrong", "messages": [{"role": "x"}]}', "no episode"),
-        (b'{"model": "never-wrong", "messages": [{"role": "user"}]}', "no episode"),
-        (b'{"model": "never-wrong", "messages": [{"role": "a", "tool_calls": [1]}]}', "no episode"),
+        (b'{"model": "never-wrong", "messages": [{"role": "x"}]}', "not an episode"),
+        (b'{"model": "never-wrong", "messages": [{"role": "user"}]}', "not an episode"),
+        (
+            b'{"model": "never-wrong", "messages": [{"role": "a", "tool_calls": [1]}]}',
+            "not an episode",
+        ),
     ],
 )
 def test_a_bad_request_is_a_400_that_says_why(web: httpx.Client, content: bytes, says: str) -> None:

@@ -147,7 +147,7 @@ def test_a_nan_names_function_and_trace_and_changes_no_weight(
     samples = list(batch.samples)
     samples[place] = replace(samples[place], advantage=0.5)
     before = weights_of(model)
-    with pytest.raises(CustomFunctionError, match="its loss is nan but has to be finite") as error:
+    with pytest.raises(CustomFunctionError, match="its loss is nan but must be finite") as error:
         step.run(replace(batch, samples=samples), None)
     assert error.value.function == "users_losses.lost"
     assert f"(t{place})" in error.value.place

@@ -22,6 +22,7 @@ from step_batches import (
     taught,
     weights_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_mesh.actors.learning.weight_update import FiniteChecks, GradientNotFinite, UpdatePart
 from composer_mesh.rollouts.alignment import HintedView
@@ -357,3 +358,28 @@ def test_the_rate_of_a_step_depends_on_its_number(make: Make, rng: random.Random
     batch = batch_of(model, rng)
     used = [step.run(replace(batch, step=n), None)["policy/lr"] for n in range(3)]
     assert used == pytest.approx([0.01, 0.01 * 2 / 3, 0.01 / 3])
+
+
+class NumbersRead(TorchDispatchMode):
+    """Counts the tensors that are read as numbers, for which a GPU's host would wait."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_loss_or_figure_is_read_before_the_last_microbatch_has_ended(
+    make: Make, rng: random.Random
+) -> None:
+    read = []
+    for budget in (400, 100_000):
+        model, step = make(replay=ALL_ON["replay"], trainer={"microbatch_tokens": budget})
+        batch = replace(batch_of(model, rng, samples=8, pairs=3), views=[])
+        with NumbersRead() as numbers:
+            step.run(batch, None)
+        read.append(numbers.count)
+    assert read[0] == read[1] > 0

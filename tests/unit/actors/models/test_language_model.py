@@ -133,7 +133,7 @@ def test_a_head_that_is_not_linear_is_refused_by_the_name_of_its_model(
     """Also with the small logits of a fresh model, which a cap hardly changes."""
     model = built(NOT_LINEAR[name], std)
     with pytest.raises(
-        UnsupportedHead, match=f"{name}: its logits differ .* fused losses do not know"
+        UnsupportedHead, match=f"{name}: its logits differ .* fused losses do not support"
     ):
         LanguageModel(model).check_head()
 

@@ -154,7 +154,7 @@ async def test_a_second_settlement_is_an_error_and_no_charge(meter: LedgerMeter)
 async def test_a_refusal_is_a_typed_error_that_says_which_ceiling(meter: LedgerMeter) -> None:
     with pytest.raises(ProviderBudgetError, match="does not fit under the ceiling of the run"):
         await meter.reserve("a", 1001)
-    with pytest.raises(ProviderBudgetError, match="nobody says what a request costs"):
+    with pytest.raises(ProviderBudgetError, match="the cost of a request is unknown"):
         await meter.reserve("a", None)
 
 

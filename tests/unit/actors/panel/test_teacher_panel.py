@@ -202,7 +202,7 @@ async def test_unknown_prices_are_refused_unless_they_are_allowed(
     open_panel: OpenPanel, routing: dict[str, Any] | None
 ) -> None:
     asked = (teacher("a", prices=None, routing=routing),)
-    with pytest.raises(ProviderBudgetError, match="nobody says what a request costs"):
+    with pytest.raises(ProviderBudgetError, match="the cost of a request is unknown"):
         await open_panel(ScriptedProvider(), teachers=asked)
     rules = BudgetRules(usd=0.05, unknown_prices="allow", assumed_usd=0.02)
     provider = ScriptedProvider(say=lambda _: answer("untold"))
@@ -271,7 +271,7 @@ async def test_a_closed_panel_has_charged_what_was_under_way(
     asking = asyncio.create_task(panel.ask(state(1), 3))
     await provider.asked.wait()
     await panel.aclose()
-    with pytest.raises(ClientClosed, match="open another and ask again"):
+    with pytest.raises(ClientClosed, match="open another one and query again"):
         await asking
     with pytest.raises(ClientClosed):
         await panel.ask(state(1), 3)

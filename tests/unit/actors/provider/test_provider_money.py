@@ -214,7 +214,7 @@ async def test_a_provider_that_states_more_than_its_prices_is_charged_those_and_
     async with client(script) as asking:
         first = await asking.complete(PAID, ASK, TOOLS, seed=0, meter=meter)
         with pytest.raises(
-            ProviderBudgetError, match=r"stated \$.* costs \$.* at most at the prices"
+            ProviderBudgetError, match=r"stated \$.* costs at most \$.* at its known prices"
         ):
             await asking.complete(PAID, ASK, TOOLS, seed=0, meter=meter)
         second = await asking.complete(other, ASK, TOOLS, seed=0, meter=meter)

@@ -134,7 +134,7 @@ def test_a_network_that_is_named_bounds_the_addresses_and_may_be_public() -> Non
 
 def test_only_the_explicit_flag_opens_every_address() -> None:
     check_listen("tls://0.0.0.0:22300", any_address=True)
-    with pytest.raises(BadAddress, match="is no address"):
+    with pytest.raises(BadAddress, match="is not an address"):
         check_listen("tls://*:22300", any_address=True)
 
 
@@ -149,7 +149,7 @@ def test_a_name_is_judged_by_where_it_leads() -> None:
     [
         (
             partial(check_listen, "tls://10.0.0.5:22300", subnets=["10.0.0.5/8"]),
-            r"subnet '10\.0\.0\.5/8' is no network",
+            r"subnet '10\.0\.0\.5/8' is not a network",
         ),
         (
             partial(own_address, "tls", subnets=["10.255.255.252/32"]),
@@ -162,7 +162,7 @@ def test_a_name_is_judged_by_where_it_leads() -> None:
         (partial(own_address, "ipc"), "scheme is 'ipc' but must be one of tls, tcp"),
         (
             partial(free_port, "198.51.100.7"),
-            r"198\.51\.100\.7 is no address of this machine",
+            r"198\.51\.100\.7 is not an address of this machine",
         ),
         (
             partial(interface_of, "203.0.113.7"),

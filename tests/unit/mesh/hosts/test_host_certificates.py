@@ -140,7 +140,7 @@ def test_several_that_make_it_at_once_agree_on_one(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(BadAuthority, match=f"{tmp_path} cannot be made.*name a folder"):
+    with pytest.raises(BadAuthority, match=f"{tmp_path} cannot be made.*name a new folder"):
         make_authority(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 

@@ -106,7 +106,7 @@ def test_hosts_that_differ_are_told_by_name_and_version() -> None:
     ("options", "said"),
     [
         (WorkerOptions(listen="tls://127.0.0.1:0"), "--authority is not given"),
-        (WorkerOptions(listen="tcp://127.0.0.1:0", name="../gpu"), "is no name of a host"),
+        (WorkerOptions(listen="tcp://127.0.0.1:0", name="../gpu"), "is not a name of a host"),
         (WorkerOptions(listen="tcp://0.0.0.0:22300"), "0.0.0.0"),
         (WorkerOptions(listen="tcp://10.1.2.3:5000", subnets=("10.9.0.0/16",)), "10.9.0.0/16"),
     ],

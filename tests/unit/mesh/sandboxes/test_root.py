@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
+import pydantic_core._pydantic_core as compiled
 import pytest
 
+from composer_mesh.mesh import programs
 from composer_mesh.mesh.sandboxes.root import build_root
 from composer_mesh.tasks.errors import UnusableTask
 
@@ -63,3 +66,16 @@ def test_bytecode_that_was_asked_for_is_there_for_packages_and_names_no_folder_o
     compiled = list((root / "packages").rglob("*.pyc"))
     assert {one.name.partition(".")[0] for one in compiled} >= {"__init__", "exceptions"}
     assert not [one for one in compiled if bytes(tmp_path) in one.read_bytes()]
+
+
+def test_compiled_modules_of_a_folder_find_the_libraries_that_they_load(tmp_path: Path) -> None:
+    extension = Path(compiled.__file__)
+    folder = tmp_path / "needed"
+    folder.mkdir()
+    shutil.copyfile(extension, folder / extension.name)
+    root = build_root(tmp_path / "root", [], [folder])
+    loaded = programs.run(["ldd", str(extension)]).stdout
+    if "libgcc_s" not in loaded:
+        pytest.skip("no compiled module here loads a library that Python itself does not")
+    assert (root / "usr/lib/libgcc_s.so.1").is_file()
+    assert (root / "packages" / extension.name).is_file()

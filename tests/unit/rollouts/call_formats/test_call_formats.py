@@ -1,4 +1,4 @@
-"""Formats of tool calls: what is written is read back, what is no call is never read as one."""
+"""Formats of tool calls: what is written is read back, what is not a call is never read as one."""
 
 from __future__ import annotations
 

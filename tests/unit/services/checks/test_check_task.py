@@ -108,7 +108,7 @@ def test_an_expert_without_success_is_told(
     check: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check(GOOD + EXPERT) == 0
-    assert "its expert's episode is no success" in capsys.readouterr().out
+    assert "its expert's episode does not succeed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
@@ -255,6 +255,24 @@ def test_the_rows_the_model_and_the_work_of_a_step_are_printed(build_config: Any
     assert f"4 groups of 3 rollouts, at most {12 * sampled:,} sampled tokens" in step
     assert f"{12 * config.policy.max_context:,} with all that they read" in step
     assert "not known before the first one" in time
+
+
+@pytest.mark.parametrize(
+    ("loss", "warned"),
+    [
+        ({"kind": "grpo"}, True),
+        ({"kind": "grpo", "correction": "token_truncate"}, False),
+        ({"kind": "dppo"}, False),
+    ],
+)
+def test_fp8_rollouts_without_a_correction_are_said(
+    build_config: Any, loss: dict[str, str], warned: bool
+) -> None:
+    served = {"quantization": "fp8", "dtype": "bfloat16"}
+    config = build_config(generator=served, loss=loss)
+    lines = [*facts_of(config, make_task(config), 7)]
+    advice = "nothing corrects for its log-probs: set loss.correction to 'token_truncate'"
+    assert any(advice in line for line in lines) == warned
 
 
 def test_the_rows_of_a_file_are_counted(build_config: Any, tmp_path: Path) -> None:

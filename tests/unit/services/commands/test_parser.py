@@ -63,20 +63,20 @@ def test_an_option_has_one_meaning_in_all_commands(
 
 def test_no_words_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "look at a run and steer it:" in capsys.readouterr().err
+    assert "inspect and control a run:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trian"], "'trian' is no command: did you mean train?"),
-        (["zzz"], "'zzz' is no command: composer-mesh --help lists the commands"),
+        (["trian"], "'trian' is not a command: did you mean train?"),
+        (["zzz"], "'zzz' is not a command: composer-mesh --help lists the commands"),
         (
             ["train", "x", "--outptu", "y"],
             "unrecognized arguments: --outptu y: did you mean --output?",
         ),
         (["train"], "the following arguments are required: CONFIG"),
-        (["traces", "shw", "1/2"], "'1/2' is no action: did you mean show?"),
+        (["traces", "shw", "1/2"], "'1/2' is not an action: did you mean show?"),
         (["traces", "list", "1/2", "3"], "'3' is one word too many after list TRACE"),
         (["reward", "x", "high"], "reward takes TRACE and REWARD, --file FILE"),
     ],

@@ -98,7 +98,7 @@ def test_a_run_without_its_store_is_refused_with_the_repair_and_left_as_it_is(
     (run / "run.sqlite").unlink()
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(
-        RunDirectoryError, match=r"no run\.sqlite.* set policy\.path to a checkpoint"
+        RunDirectoryError, match=r"no run\.sqlite.* policy\.path set to a checkpoint"
     ):
         refuse_unfit(run, config)
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'

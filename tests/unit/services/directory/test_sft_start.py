@@ -99,7 +99,9 @@ def test_a_run_that_is_not_supervised_is_refused(make_config: Any, tmp_path: Pat
     (run / "config.toml").write_text(
         dump_toml(make_config("base").model_copy(update={"sft": None}))
     )
-    with pytest.raises(NoStart, match=r"is no supervised run: set policy\.path to its checkpoint"):
+    with pytest.raises(
+        NoStart, match=r"is not a supervised run: set policy\.path to its checkpoint"
+    ):
         started(make_config(f"sft:{run}"))
 
 

@@ -305,7 +305,7 @@ def test_code_that_a_strangers_run_names_is_not_imported(run: Path) -> None:
     [
         (["http://h/v1", "--model", "m"], "is a URL, which has no task: add --task"),
         (["http://h/v1", "--task", "toolbox"], "add --model NAME"),
-        (["nowhere"], "is neither a config"),
+        (["nowhere"], "nowhere cannot be evaluated"),
         ([QUICKSTART, "--samples", "0"], "--samples is 0"),
         ([QUICKSTART, "--samples", "2"], "add --set eval.temperature=1.0"),
         ([QUICKSTART, "--model", "m"], "--model is for URLs"),

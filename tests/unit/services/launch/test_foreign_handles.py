@@ -149,7 +149,7 @@ def test_the_key_is_read_by_its_owner_only_and_a_shared_one_signs_nothing(run: P
 )
 def test_even_a_signed_handle_holds_only_plain_fields(run: Path, changes: dict[str, Any]) -> None:
     write(run, about(**changes), signed=True)
-    with pytest.raises(RunUnavailable, match="put it back") as error:
+    with pytest.raises(RunUnavailable, match="restore it from a copy") as error:
         read_handle(run)
     assert not isinstance(error.value, HandleNotOurs)
     assert "\n" not in str(error.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -83,6 +84,28 @@ def test_a_dry_run_names_everything_of_a_run_on_hosts_but_no_secret(
     assert list(folder.iterdir()) == []
 
 
+def test_a_dry_run_says_where_each_process_is_and_what_it_gets(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = 'cluster.workers=["tls://192.0.2.5:22302", "tls://192.0.2.6:22302"]'
+    hosts = (
+        'placement.hosts=[{name = "node", count = 2, cores = 8, memory_gb = 64, gpus = 2, '
+        "gpu_memory_gb = 79}]"
+    )
+    ranks = ["trainer.ranks=3", "placement.trainer.gpus=1", "placement.generator.gpus=1"]
+    assert launch("--dry-run", "--output", "r", sets=[*HOSTS, workers, hosts, *ranks]) == 0
+    out = capsys.readouterr().out
+    masks = re.findall(r"#   (\S+) (trainer-\d) rank (\d): .* CUDA_VISIBLE_DEVICES=(\S+)", out)
+    assert masks == [
+        ("node-0", "trainer-0", "0", "0"),
+        ("node-0", "trainer-1", "1", "1"),
+        ("node-1", "trainer-2", "2", "0"),
+    ]
+    assert "MONARCH_RDMA_MAX_CHUNK_SIZE_MB=8" in out
+    assert "ranks 0 to 2 meet at a free TCP port of rank 0 on the cluster address of node-0" in out
+    assert "# weights: trainer -> generator, sdpo_teacher: RDMA buffers" in out
+
+
 def test_secret_files_are_not_shown_and_are_their_owners_alone(folder: Path) -> None:
     secret, plain = folder / "s" / "key", folder / "s" / "plain"
     write_files(Plan({secret: "k", plain: "p"}, secret=frozenset({secret})))
@@ -154,7 +177,7 @@ def test_a_handle_is_read_as_it_was_written(folder: Path, long_lived: Handle) ->
         assert read_handle(folder) == handle
     assert read_handle(folder / "nothing") is None
     (folder / "launch.json").write_text("{")
-    with pytest.raises(RunUnavailable, match="put it back"):
+    with pytest.raises(RunUnavailable, match="restore it from a copy"):
         read_handle(folder)
 
 
@@ -260,7 +283,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(
     [
         (["--listen", "tls://0.0.0.0:1"], "0.0.0.0"),
         (["--listen", "tls://127.0.0.1:0"], "--authority is not given"),
-        (["--listen", "http://x"], "is no address"),
+        (["--listen", "http://x"], "is not an address"),
     ],
 )
 def test_a_worker_that_would_be_open_to_others_is_refused(

@@ -172,7 +172,7 @@ def test_prices_that_openrouter_lists_are_read_and_those_that_nobody_says_are_na
     assert report["unknown_prices"] == ["b/unknown"]
     assert report["teachers"]["a/known"]["usd_bound"] > 0
     assert {path.rpartition("/")[2] for path in provider.paths} == {"models"}
-    assert "nobody says the prices of b/unknown" in " ".join(capsys.readouterr().out.split())
+    assert "the prices of b/unknown are unknown" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_limit_asks_about_the_first_states(options: ReplayOptions, toolbox: ToolboxTask) -> None:
@@ -210,7 +210,11 @@ def test_the_key_is_in_no_file_and_on_no_line(
     [
         ({}, {}, "TEST_KEY"),
         ({"max_usd": 0.0, "teachers": "a/known,b/known"}, {"OPENROUTER_API_KEY": KEY}, "0 dollars"),
-        ({"max_usd": 1.0, "teachers": "a/x,b/y"}, {"OPENROUTER_API_KEY": KEY}, "nobody says"),
+        (
+            {"max_usd": 1.0, "teachers": "a/x,b/y"},
+            {"OPENROUTER_API_KEY": KEY},
+            "request is unknown",
+        ),
         ({"max_usd": 1.0, "teachers": "a/x,b/y"}, {}, "OPENROUTER_API_KEY"),
     ],
 )

@@ -123,7 +123,9 @@ def test_paid_teachers_need_money(run: TraceIndex, tmp_path: Path, usd: float | 
 
 
 def test_traces_without_a_run_need_teachers() -> None:
-    with pytest.raises(ReplayRefused, match="no teachers are given and the traces lie in no run"):
+    with pytest.raises(
+        ReplayRefused, match="no teachers are given and the traces are not in a run"
+    ):
         offline_config(known(), None)
 
 

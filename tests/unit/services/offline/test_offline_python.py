@@ -141,7 +141,7 @@ async def test_what_can_never_be_asked_is_refused(
         ([{"content": "What?"}], "x", "0: Value error, a message has no role"),
         ([], "x", "messages is empty: pass one message or more"),
         ([ASKED], None, "action must be messages of a chat"),
-        ([ASKED], {"role": "assistant", "tool_calls": [1]}, "no calls of functions"),
+        ([ASKED], {"role": "assistant", "tool_calls": [1]}, "are not calls of functions"),
         (
             [ASKED],
             {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "x"}}]},

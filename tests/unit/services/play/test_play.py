@@ -87,8 +87,8 @@ def test_a_person_calls_tools_and_answers(
     out = capsys.readouterr().out
     assert "[tool] count 3" in out
     assert out.count("add(by=…) or /call NAME") == 3  # first, for an empty line and for /what
-    assert "the arguments of add are no JSON" in out
-    assert "/what is no command" in out
+    assert "the arguments of add are not JSON" in out
+    assert "/what is not a command" in out
     assert "the episode ended after 3 turns: reward 1, success\n  three: 1, weight 1" in out
 
 
@@ -175,7 +175,7 @@ ADD = {"add": ["by", "why"]}
 )
 def test_a_call_is_written_as_in_python(line: str, arguments: dict[str, object] | None) -> None:
     if arguments is None:
-        with pytest.raises(BadLine, match="is no literal value"):
+        with pytest.raises(BadLine, match="is not a literal value"):
             action_of(line, ADD)
     else:
         call = parse_action(action_of(line, ADD))
@@ -186,12 +186,12 @@ def test_a_call_is_written_as_in_python(line: str, arguments: dict[str, object] 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("add(by=open('x'))", "open('x') is no literal value"),
-        ("add(by=__import__('os').system('true'))", "is no literal value"),
+        ("add(by=open('x'))", "open('x') is not a literal value"),
+        ("add(by=__import__('os').system('true'))", "is not a literal value"),
         ("add(1, 2, 3)", "it has 3 values for 2 parameters"),
         ("add(1, by=2)", "by has two values"),
-        ("add(**{'by': 1})", "it is no call of one tool"),
-        ("add(by=1) + add(by=2)", "it is no call of one tool"),
+        ("add(**{'by': 1})", "it is not a call of one tool"),
+        ("add(by=1) + add(by=2)", "it is not a call of one tool"),
         ("add(by=)", "write add(by=VALUE, why=VALUE)"),
         ("add(by=1e999)", "not JSON compliant"),
         ("add(by={1})", "not JSON serializable"),

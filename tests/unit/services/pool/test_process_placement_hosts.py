@@ -226,7 +226,7 @@ def test_the_hosts_that_are_there_have_what_is_described_and_the_names() -> None
         WrongHost, match=r"describes n-1: 8 cores, .* but what is there is n-1: 4 core"
     ):
         check_found(config, (both[0], HostResources("n-1", 4, 16 * GIB)))
-    with pytest.raises(WrongHost, match=r"describes 2 hosts, but there are 1 \(n-0\): have one"):
+    with pytest.raises(WrongHost, match=r"describes 2 hosts, but there are 1 \(n-0\): start one"):
         check_found(config, both[:1])
     with pytest.raises(WrongHost, match="describes 2 hosts, but there are 3"):
         check_found(config, (*both, HostResources("other", 8, 16 * GIB)))

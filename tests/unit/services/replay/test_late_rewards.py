@@ -225,7 +225,7 @@ def test_a_reward_that_no_run_can_use_is_refused(run: Path, build_config: Any) -
         post_reward(run, "train-000000-009", 0.5)
     with pytest.raises(LateRewardError, match="the reward is nan but must be finite"):
         post_reward(run, "train-000000-001", float("nan"))
-    with pytest.raises(LateRewardError, match="is no run directory"):
+    with pytest.raises(LateRewardError, match="is not a run directory"):
         post_reward(run / "traces", "train-000000-001", 0.5)
     (run / "config.toml").write_text(dump_toml(build_config()))
     with pytest.raises(LateRewardError, match=r"late_rewards\.max_age is 0"):
@@ -238,5 +238,7 @@ def test_a_line_of_a_file_that_is_no_post_is_named_with_its_file(
 ) -> None:
     file = tmp_path / "rewards.jsonl"
     file.write_bytes(b'{"trace_id": "train-000000-000", "reward": 0.5}\n' + line + b"\n")
-    with pytest.raises(LateRewardError, match=r"rewards\.jsonl, line 2 is no post .*UTF-8 lines"):
+    with pytest.raises(
+        LateRewardError, match=r"rewards\.jsonl, line 2 is not a post .*UTF-8 lines"
+    ):
         read_posts(file)

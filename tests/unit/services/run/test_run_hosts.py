@@ -193,14 +193,16 @@ async def test_a_late_start_of_an_agent_is_told(
 
 async def test_stacks_are_read_on_the_host_of_their_processes(build: Build) -> None:
     hosts = build(kind="hosts", workers=[A, B])
-    with pytest.raises(ControlRefused, match="'host-0' is no host of this run, which has none"):
+    with pytest.raises(ControlRefused, match="'host-0' is not a host of this run, which has none"):
         await hosts.stacks("host-0", [1], False)
     await hosts.attach()
     name = FakeRemote.all[-1].name
     assert await hosts.stacks(name, [1, 2], True) == [
         f"{pid} of {name}, native True" for pid in (1, 2)
     ]
-    with pytest.raises(ControlRefused, match=f"'other' is no host of this run, which has .*{name}"):
+    with pytest.raises(
+        ControlRefused, match=f"'other' is not a host of this run, which has .*{name}"
+    ):
         await hosts.stacks("other", [1], False)
 
 

@@ -143,7 +143,7 @@ def test_longer_conversations_are_left_out_and_named(
     assert [one.name for one in dataset.rows] == ["row 1", "row 3"]
     assert str(dataset).endswith("2 longer than policy.max_context are left out: row 2, row 4")
     path.write_text(json.dumps({"messages": rows[1]}) + "\n")
-    with pytest.raises(UnusableTask, match="no conversation is left to imitate: 1 are longer than"):
+    with pytest.raises(UnusableTask, match="no conversation remains to imitate: 1 are longer than"):
         load_dataset(config, toolbox, chat, silent)
 
 

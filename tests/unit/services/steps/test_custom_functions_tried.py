@@ -133,7 +133,7 @@ def test_a_function_that_a_run_can_use_passes(build_config: Build, sections: Any
         (loss("shape"), "inputs.advantages[:-1]", r"RuntimeError.*have trainer_logprobs \[9\]"),
         (loss("nothing"), "def nothing", r"returned None without 'loss': return LossOutputs"),
         (loss("misspelled"), "inputs.trainer_logprob.", "did you mean 'trainer_logprobs'"),
-        (loss("many"), "def many", r"shape \(9,\) but has to be a scalar: return its sum"),
+        (loss("many"), "def many", r"shape \(9,\) but must be a scalar: return its sum"),
         (loss("gradient"), "def gradient", "gradient is not: mask before"),
         (loss("absent"), "inputs.ref_logprobs", "TypeError"),
         (advantage("shape"), "def shape", r"shape \(\d+,\) but the rewards \(3, \d\)"),

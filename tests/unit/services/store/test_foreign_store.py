@@ -58,7 +58,7 @@ def changed(**arrays: Any) -> bytes:
 )
 def test_a_group_file_of_kilobytes_asks_for_no_memory(name: str, array: Any) -> None:
     content = changed(**{name: array})
-    with pytest.raises(ValueError, match="it is no group's file"):
+    with pytest.raises(ValueError, match="it is not a group's file"):
         traces_of(content)
 
 
@@ -67,7 +67,7 @@ def test_a_turn_of_a_stated_length_must_be_there() -> None:
     for turn in (b"[[4000000000000,4,", b"[[-3,4,"):
         longer = body.replace(b"[[3,4,", turn, 1)
         assert longer != body
-        with pytest.raises(ValueError, match="it is no group's file"):
+        with pytest.raises(ValueError, match="it is not a group's file"):
             traces_of(changed(body=np.frombuffer(longer, np.uint8)))
 
 

@@ -131,7 +131,7 @@ def test_a_file_that_was_cut_or_is_gone_is_found(tmp_path: Path) -> None:
 
 
 def test_another_file_under_its_name_is_no_group(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it is no group's file"):
+    with pytest.raises(ValueError, match="it is not a group's file"):
         traces_of(b"something else")
 
 

@@ -263,8 +263,8 @@ async def test_a_file_that_is_followed_is_posted_as_it_grows_and_as_rollouts_are
     assert rows["train-000005-001"]["late_reward"] is None
     assert code == 1
     assert [line.partition(":")[0] for line in said[:2]] == [
-        "line 3 is no post and left out",
-        "line 4 is no post and left out",
+        "line 3 is not a post and left out",
+        "line 4 is not a post and left out",
     ]
     assert said[2].startswith("1 rewards are for rollouts that")
     assert late in said[2]

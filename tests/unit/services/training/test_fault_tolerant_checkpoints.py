@@ -192,7 +192,7 @@ async def test_a_disk_that_fails_once_costs_a_checkpoint_and_an_event(run: Runni
     (failed,) = [event for event in run.world.events if event[0] == "checkpoint_failed"]
     assert failed[2] == (
         f"the checkpoint {folder_of(run.root, 8)} could not be written (No space left on device): "
-        "make room for it and continue with --resume, which begins at the one before it"
+        "free space for it and continue with --resume, which starts from the one before it"
     )
     assert run.trainer.restarts == 0
     assert sorted(path.name for path in (run.root / "checkpoints").iterdir()) == ["step-4"]

@@ -233,7 +233,7 @@ async def test_an_average_that_nobody_has_begins_again_and_that_is_told(build_co
     await ring.begin()
     await replaced(ring, 4)
     assert ring.of("adopt") == [("adopt", "sdpo_teacher", 4)]
-    assert "its average begins again there" in ring.events[0][2]
+    assert "its average restarts there" in ring.events[0][2]
 
 
 @pytest.mark.parametrize("when_lost", ["skip", "wait"])
