@@ -42,7 +42,6 @@ from composer_mesh.plugins.harbor.images.manifest import MACHINES
 
 COMMAND = ["sh", "-c", "true"]
 CHANGED_FILES, CHANGED_BYTES = 1_000, 10_000
-SILENT: dict[str, int] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def image_file(folder: Path) -> tuple[Path, Path]:
@@ -88,7 +87,8 @@ async def first_command(containers: BoxContainers, settings: ContainerSettings) 
 
 async def bare(*command: str) -> None:
     """Run a program of this machine."""
-    await asyncio.to_thread(subprocess.run, command, check=True, **SILENT)
+    nowhere = subprocess.DEVNULL
+    await asyncio.to_thread(subprocess.run, command, check=True, stdout=nowhere, stderr=nowhere)
 
 
 def bwrap_command(root: Path) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import marshal
 import os
@@ -133,18 +134,23 @@ def run_command(entered: Entered, status: socket.socket, job_file: int, streams:
             os.close(one)
         wait_status = _waited(child, status)
         report: dict[str, Any] = {"exit": wait_status, "memory": _kills(counters) - before}
-        if os.WIFSIGNALED(wait_status):
-            _checked(_libc.setns(entered.process, NEWUTS), "setns")  # has the container died?
+        if os.WIFSIGNALED(wait_status) and has_died(entered):
+            report = {"died": True}
     except BaseException as error:  # noqa: BLE001 a forked child must not return
-        report = failure(error)
+        report = failure(error, entered)
     finish(status, report)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """Return what is reported of an error of ours."""
+def has_died(entered: Entered) -> bool:
+    """Whether the first process of a container has ended, or is about to and ends all others."""
+    return _libc.setns(entered.process, NEWUTS) != 0 and ctypes.get_errno() == errno.ESRCH
+
+
+def failure(error: BaseException, entered: Entered | None = None) -> dict[str, Any]:
+    """Return what is reported of an error of ours; a container that died is the cause of any."""
     if isinstance(error, UnmappedUser):
         return {"unsupported": str(error)}
-    if isinstance(error, ProcessLookupError):  # so says the kernel of one that has ended, or ends
+    if entered is not None and has_died(entered):
         return {"died": True}
     number = error.errno if isinstance(error, OSError) else None
     return {"errno": number, "error": f"{type(error).__name__}: {error}"}
@@ -333,7 +339,7 @@ def _kills(counters: Sequence[int]) -> int:
 def _checked(result: int, name: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")  # of the subclass of its number
+        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -48,7 +48,7 @@ def serve_files(entered: Entered, status: socket.socket, job_file: int) -> None:
     except Refused as error:
         report = {"unsupported": str(error)}
     except BaseException as error:  # noqa: BLE001 a forked child must not return
-        report = failure(error)
+        report = failure(error, entered)
     finish(status, report)
 
 

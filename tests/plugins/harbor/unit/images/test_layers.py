@@ -8,6 +8,7 @@ import stat
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_images import layer, member
@@ -99,7 +100,7 @@ def test_devices_and_attributes_are_left_out_and_counted(tmp_path: Path) -> None
 
 
 OUT = "../" * 9
-ESCAPES = {
+ESCAPES: dict[str, list[Any]] = {
     "a name upwards": [(f"{OUT}outside/got", b"x")],
     "a name upwards from below": [(f"a/b/{OUT}outside/got", b"x")],
     "an absolute name": [("/outside/got", b"x")],
