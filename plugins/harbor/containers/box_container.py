@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from composer_mesh.mesh.sandboxes.box_process import ControlGroups
 from composer_mesh.plugins.harbor.containers.box_changes import copy_changes, layer_changes
+from composer_mesh.plugins.harbor.containers.box_exec import KILL
 from composer_mesh.plugins.harbor.containers.box_streams import Outputs
 from composer_mesh.plugins.harbor.containers.port import (
     OUTPUT_BYTES,
@@ -61,7 +62,9 @@ class BoxOwner(Protocol):
     ) -> BoxContainer:
         """Start a container on some folders, the lowest first."""
 
-    def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> socket.socket:
+    async def ask(
+        self, request: Mapping[str, Any], descriptors: Sequence[int] = ()
+    ) -> socket.socket:
         """Send the keeper a request; return the socket that it answers on."""
 
     async def copy(self, source: Path, target: Path) -> None:
@@ -127,7 +130,7 @@ class BoxContainer:
             "memory_bytes": limits.memory_bytes or UNBOUNDED_BYTES,
             "processes": limits.processes,
         }
-        self._status = self._owner.ask(request)
+        self._status = await self._owner.ask(request)
         report = checked(await report_of(self._status), "start")
         if "ended" in report:
             raise ContainerError("start", f"the box ended: {report['error'] or report['ended']}")
@@ -176,7 +179,7 @@ class BoxContainer:
             errors = self._outputs.opened(output_bytes)
             try:
                 streams = [given, source, output.its_own, errors.its_own]
-                status = opened.enter_context(self._ask({"do": "exec"}, streams))
+                status = opened.enter_context(await self._ask({"do": "exec"}, streams))
             finally:
                 output.given_away()
                 errors.given_away()
@@ -185,6 +188,8 @@ class BoxContainer:
             kept = output.finish(), errors.finish()
         self._check_disk()
         ended, code = how_ended(report, late)
+        if ended == "memory" and self._settings.memory_bytes is None:
+            raise ContainerError("host_memory", "the kernel killed a command that had no bound")
         cut = output.cut or errors.cut
         return FinishedCommand(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
 
@@ -212,7 +217,7 @@ class BoxContainer:
         with memory_file("job", b"") as given:
             job = {"request": "get", "folder": inside(folder), "most_bytes": most_bytes}
             os.write(given, marshal.dumps(job))
-            with self._ask({"do": "files"}, [given]) as status:
+            with await self._ask({"do": "files"}, [given]) as status:
                 report = self._alive(await report_of(status))
             if report.get("missing"):
                 raise FileNotFoundError(f"the container has no folder {folder}")
@@ -236,7 +241,7 @@ class BoxContainer:
 
     async def stop_processes(self) -> None:
         """End all processes by ending the box, which starts again on its files."""
-        with self._ask({"do": "restart"}) as status:
+        with await self._ask({"do": "restart"}) as status:
             report = self._alive(await report_of(status))
         if "ended" in report:
             raise ContainerError("container_died", f"it did not start again: {report['error']}")
@@ -297,13 +302,18 @@ class BoxContainer:
 
     async def _on_files(self, request: str, **job: Any) -> dict[str, Any]:
         content = marshal.dumps({"request": request, **job})
-        with memory_file("job", content) as given, self._ask({"do": "files"}, [given]) as status:
+        with (
+            memory_file("job", content) as given,
+            await self._ask({"do": "files"}, [given]) as status,
+        ):
             return self._alive(await report_of(status))
 
-    def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> socket.socket:
+    async def _ask(
+        self, request: Mapping[str, Any], descriptors: Sequence[int] = ()
+    ) -> socket.socket:
         if self._status is None:
             raise ContainerError("backend", "the container is closed")
-        return self._owner.ask({**request, "name": self.own.name}, descriptors)
+        return await self._owner.ask({**request, "name": self.own.name}, descriptors)
 
     def _alive(self, report: dict[str, Any]) -> dict[str, Any]:
         """Return a report, or raise ContainerError where the container has died."""
@@ -349,7 +359,7 @@ async def _ended_within(status: socket.socket, timeout_s: float) -> tuple[dict[s
         if done:
             return reading.result(), False
         with contextlib.suppress(OSError):
-            status.send(b"kill")
+            status.send(KILL)
         return await reading, True
     finally:
         reading.cancel()

@@ -47,6 +47,8 @@ FIRST_ID = 0x7000_0000
 """This machine's id of root in containers: above those of users, services and /etc/subuid."""
 MOST_CONTAINERS = 16
 OVERLAYS_SINCE = (0, 11)
+BUSY_S = 0.01
+"""Wait for a keeper that holds as many requests as it can."""
 KEEPER = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from composer_mesh.plugins.harbor.containers.box_keeper import main; main()"
@@ -107,6 +109,8 @@ class BoxContainers:
             )
         else:
             yield f"  cgroups: {self.groups_told}; memory and processes are bounded together"
+        for name, left in self.store.left_out.items():
+            yield f"  image {name[:12]}: not unpacked: {left}"
         yield "  cpus is not enforced; storage_bytes bounds each file, not all of them together"
 
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
@@ -178,27 +182,42 @@ class BoxContainers:
         found = await asyncio.to_thread(self.store.unpacked, settings.image.reference, until)
         return (found.root,), found.config
 
-    def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> socket.socket:
-        """Send the keeper a request; return the socket that it answers on."""
-        if self._control is None:
-            raise ContainerError("backend", "the containers are closed")
+    async def ask(
+        self, request: Mapping[str, Any], descriptors: Sequence[int] = ()
+    ) -> socket.socket:
+        """Send the keeper a request; return the socket that it answers on.
+
+        Waits while the keeper has more requests than it can hold.
+        """
         status, its_own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         status.setblocking(False)
         text = json.dumps(request).encode()
         with its_own:
             try:
-                passed = [its_own.fileno(), *descriptors]
-                try:
-                    socket.send_fds(self._control, [text], passed)
-                except (BrokenPipeError, ConnectionResetError):
-                    self._control.close()
-                    programs.reap(self.keeper)
-                    self.keeper = self._start_keeper()
-                    socket.send_fds(self._control, [text], passed)
+                while not self._sent(text, [its_own.fileno(), *descriptors]):  # noqa: ASYNC110
+                    await asyncio.sleep(BUSY_S)  # a full socket that others send to has no event
             except OSError as error:
                 status.close()
                 raise ContainerError("backend", f"the keeper of containers: {error}") from None
+            except BaseException:
+                status.close()
+                raise
         return status
+
+    def _sent(self, text: bytes, descriptors: Sequence[int]) -> bool:
+        """Send a request to the keeper, to a new one if it was killed; return whether it fits."""
+        if self._control is None:
+            raise ContainerError("backend", "the containers are closed")
+        try:
+            socket.send_fds(self._control, [text], descriptors)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            self._control.close()
+            programs.reap(self.keeper)
+            self.keeper = self._start_keeper()
+            return False
+        return True
 
     def hold(self, folders: Sequence[Path]) -> None:
         """Keep copies of containers' files, where some of the folders are such, until a release."""
@@ -215,7 +234,8 @@ class BoxContainers:
     async def copy(self, source: Path, target: Path) -> None:
         """Copy a folder of files of containers to a new one."""
         make_folder(target, self.first_id)
-        with self.ask({"do": "copy", "source": str(source), "target": str(target)}) as status:
+        request = {"do": "copy", "source": str(source), "target": str(target)}
+        with await self.ask(request) as status:
             checked(await report_of(status))
 
     def _opened(self) -> dict[str, int | None]:
@@ -233,7 +253,7 @@ class BoxContainers:
 
     def _start_keeper(self) -> int:
         self._control, its_own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(True)
+        self._control.setblocking(False)
         groups = self.groups
         settings = {
             **self._descriptors,

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import io
 import json
 import os
-import re
 import shlex
 import tarfile
-import tempfile
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,6 +28,7 @@ from composer_mesh.plugins.harbor.containers.engine_api import (
     sockets,
     unpacked,
 )
+from composer_mesh.plugins.harbor.containers.engine_images import LABEL, image_name
 from composer_mesh.plugins.harbor.containers.port import (
     OUTPUT_BYTES,
     Change,
@@ -42,9 +40,6 @@ from composer_mesh.plugins.harbor.containers.port import (
     TooLarge,
     inside,
 )
-from composer_mesh.plugins.harbor.images.disk import folder_as_layer
-from composer_mesh.plugins.harbor.images.reference import DiskReference, parsed
-from composer_mesh.plugins.harbor.images.store import errors_named
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.sandbox import MIB, check_path, folders_of
 
@@ -54,13 +49,11 @@ PAUSE = ["/bin/sh", "-c", "trap : TERM; while :; do sleep 2147483647 & wait $!; 
 KILLED = 128 + 9
 MOST_FRAME = 64 * MIB
 INPUT = "/.composer-mesh-input"
-LABEL = "composer-mesh"
 MODE_SYMLINK = 1 << 27
 CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
 """The kinds of changes by the daemon's numbers."""
 FOLDER_MODE = 1 << 31
 """The bit of a folder in the modes that daemons state."""
-LOADED = re.compile(r"Loaded image(?: ID)?(?:\(s\))?: ([^\s,]+)")
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ class EngineContainers:
 
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
         """Pull, load or build an image; return its id."""
-        name = await self._image(image, build_s)
+        name = await image_name(self.api, image, build_s)
         return str((await self.api.call("GET", f"/images/{name}/json", "image_missing"))["Id"])
 
     async def start(
@@ -117,7 +110,7 @@ class EngineContainers:
     ) -> EngineContainer:
         """Start a container, from a snapshot if one is given. Waits for a place."""
         if snapshot is None:
-            image = await self._image(settings.image, settings.build_s)
+            image = await image_name(self.api, settings.image, settings.build_s)
         elif isinstance(snapshot, EngineSnapshot):
             image = snapshot.image
         else:
@@ -141,88 +134,6 @@ class EngineContainers:
     async def close(self) -> None:
         """Close the connections; containers end with their own `close`."""
         await self.api.close()
-
-    async def _image(self, image: ImageSource, within_s: float) -> str:
-        """Return a name that the daemon has for an image, after it was made known to it."""
-        try:
-            async with asyncio.timeout(within_s):
-                if image.build is not None:
-                    return await self._built(image.build)
-                found = parsed(image.reference)
-                if isinstance(found, DiskReference):
-                    with errors_named(f"image {image.reference}"):
-                        return await self._loaded(found)
-                return await self._pulled(str(found))
-        except TimeoutError:
-            kind: Any = "build" if image.build is not None else "registry"
-            raise ContainerError(kind, f"{image} took more than {within_s:g} s") from None
-
-    async def _pulled(self, name: str) -> str:
-        try:
-            await self.api.call("GET", f"/images/{name}/json", "image_missing")
-        except ContainerError as error:
-            if error.kind != "image_missing":
-                raise
-            query = {"fromImage": name}
-            path = "/images/create"
-            await self.api.progress("POST", path, "image_missing", params=query, timeout_s=None)
-        return name
-
-    async def _loaded(self, found: DiskReference) -> str:
-        """Hand an image on disk to the daemon; return the name that it is given."""
-        content = await asyncio.to_thread(_on_disk, found)
-        if found.kind == "rootfs":
-            name = f"{LABEL}-{hashlib.sha256(content).hexdigest()[:32]}"
-            query = {"fromSrc": "-", "repo": name, "tag": "latest"}
-            await self.api.progress(
-                "POST", "/images/create", "image_invalid", params=query, content=content
-            )
-            return f"{name}:latest"
-        said = await self.api.progress("POST", "/images/load", "image_invalid", content=content)
-        loaded = LOADED.search(said)
-        if loaded is None:
-            raise ContainerError("image_invalid", f"{found.path}: the daemon loaded none: {said!r}")
-        return loaded[1]
-
-    async def _built(self, folder: Path) -> str:
-        content = await asyncio.to_thread(_context, folder)
-        name = f"{LABEL}-{base64.b32encode(os.urandom(10)).decode().lower()}"
-        query = {"t": name, "rm": "true", "forcerm": "true"}
-        headers = {"Content-Type": "application/x-tar"}
-        await self.api.progress(
-            "POST",
-            "/build",
-            "build",
-            params=query,
-            content=content,
-            headers=headers,
-            timeout_s=None,
-        )
-        return name
-
-
-def _on_disk(found: DiskReference) -> bytes:
-    with tempfile.TemporaryFile() as file:
-        if found.kind == "rootfs":
-            folder_as_layer(found.path, file)
-        elif found.kind == "oci":
-            with tarfile.open(fileobj=file, mode="w") as archive:
-                archive.add(found.path, ".")
-        else:
-            return found.path.read_bytes()
-        file.seek(0)
-        content: bytes = file.read()
-        return content
-
-
-def _context(folder: Path) -> bytes:
-    files = {
-        one.relative_to(folder).as_posix(): one
-        for one in sorted(folder.rglob("*"))
-        if one.is_file()
-    }
-    executable = frozenset(path for path, one in files.items() if one.stat().st_mode & 0o100)
-    return packed({path: one.read_bytes() for path, one in files.items()}, executable, (0, 0))
 
 
 class EngineContainer:

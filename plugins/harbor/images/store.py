@@ -94,6 +94,7 @@ class ImageStore:
         self._most_entries, self._most_bytes = most_entries, most_bytes
         self._known: dict[str, UnpackedImage] = {}
         self.left_out: dict[str, LeftOut] = {}
+        """What was not unpacked, by the names of roots that this process made."""
         made_private(folder, 0o711)
         for name in ("blobs", "locks"):
             made_private(folder / name, 0o700)
@@ -240,7 +241,8 @@ class ImageStore:
         for left in place.parent.glob(f".partial-{place.name}-*"):
             remove_tree(left)
         draft = place.with_name(f".partial-{place.name}-{secrets.token_hex(8)}")
-        (draft / "root").mkdir(parents=True, mode=0o755)
+        (draft / "root").mkdir(parents=True)
+        (draft / "root").chmod(0o755)  # whatever the umask is: any user of the image reads it
         self._owned(draft, draft / "root")
         try:
             with contextlib.closing(
@@ -250,7 +252,8 @@ class ImageStore:
                     _apply(layer, root, self._most_bytes, until)
             self._make_mount_points(draft / "root")
             draft.rename(place)
-            self.left_out[place.name] = root.left_out
+            if root.left_out != LeftOut():
+                self.left_out[place.name] = root.left_out
         except BaseException:
             remove_tree(draft)
             raise
