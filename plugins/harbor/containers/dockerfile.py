@@ -118,7 +118,8 @@ class _Build:
     async def _keep(self, container: BoxContainer, place: Path) -> None:
         draft = place.with_name(f".partial-{place.name}-{secrets.token_hex(8)}")
         try:
-            draft.mkdir(mode=0o755)
+            draft.mkdir()
+            draft.chmod(0o755)  # whatever the umask is: the ids of containers pass through it
             await self._containers.copy(container.own / "upper", draft / "root")
             (draft / "image.json").write_text(json.dumps(asdict(self._config)), encoding="utf-8")
             draft.rename(place)

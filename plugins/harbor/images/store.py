@@ -241,7 +241,8 @@ class ImageStore:
         for left in place.parent.glob(f".partial-{place.name}-*"):
             remove_tree(left)
         draft = place.with_name(f".partial-{place.name}-{secrets.token_hex(8)}")
-        (draft / "root").mkdir(parents=True, mode=0o755)
+        (draft / "root").mkdir(parents=True)
+        (draft / "root").chmod(0o755)  # whatever the umask is: any user of the image reads it
         self._owned(draft, draft / "root")
         try:
             with contextlib.closing(
