@@ -17,10 +17,11 @@ ROWS = "".join(f'{{"question": "{n}+1?", "answer": "#### {n + 1}"}}\n' for n in 
 
 
 def test_the_section_of_the_page_is_one_and_every_kind_is_named() -> None:
-    (block,) = PAGE.blocks("toml")
+    block, shared = PAGE.blocks("toml")
     section = PlacementConfig.model_validate(tomllib.loads(block)["placement"])
     assert (section.gpus("trainer"), section.hosts[0].names) == (1, ("node",))
     assert all(kind in block for kind in KINDS)
+    assert PlacementConfig.model_validate(tomllib.loads(shared)["placement"]).colocate
 
 
 @pytest.mark.parametrize("block", PAGE.blocks("console"))
