@@ -20,6 +20,7 @@ CLOSED_BY_TYPES: frozenset[Circle] = frozenset(
             "composer_mesh.plugins.code_tasks.task",
             "composer_mesh.plugins.code_tasks.work",
         ),
+        ("composer_mesh.plugins.harbor.session", "composer_mesh.plugins.harbor.task"),
         (
             "composer_mesh.plugins.openenv.client.session",
             "composer_mesh.plugins.openenv.client.task",
