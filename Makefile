@@ -3,14 +3,14 @@
 # make test-NAME    runs a session of nox, such as a product's tests; `make dev`, then `.venv/bin/nox -l` lists them
 # make check        checks format, lint, types and imports, and builds the site; CI runs it and `make test-all`
 # make docs         builds the documentation as a site in build/site; `make size` counts statements by package
-# make gpu-check    measures losses, training and serving on a GPU, and installs nothing (docs/gpu.md)
+# make gpu-day      measures what a GPU does for a run in nine minutes, and installs nothing (docs/gpu.md)
 # make lock         updates requirements/; `make mutations` says which faults the tests catch; `make clean` deletes outputs
 #
 #   PYTHON      interpreter that creates .venv (3.11 or newer)
 #   LOCKED      0 installs the newest versions that pyproject.toml allows, in place of those in requirements/
 #   TORCH_ARGS  pip arguments for torch, such as --index-url (default: those of a CPU build where no GPU is found)
 #   TEST_JOBS   unit tests in parallel (default: cores plus one, at most 4); RUN_JOBS: whole runs (default: 3)
-#   PYTEST_ARGS further arguments for the tests; GPU_ARGS for `make gpu-check`; MUTATIONS sets of faults (default: core)
+#   PYTEST_ARGS further arguments for the tests; GPU_ARGS for `make gpu-day`; MUTATIONS sets of faults (default: core)
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -28,7 +28,7 @@ BARE_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 INSTALL_LOCKED := $(INSTALL) --require-hashes --no-deps -r
 
-.PHONY: help quickstart new-user dev test test-all check types imports docs size gpu-check lock mutations clean
+.PHONY: help quickstart new-user dev test test-all check types imports docs size gpu-day lock mutations clean
 help:
 	@sed '/^$$/q' Makefile
 quickstart: $(STAMPS)/package
@@ -58,8 +58,8 @@ docs: dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
 size:
 	@$(BARE_PYTHON) tests/helpers/tree_size.py
-gpu-check:
-	PYTHONPATH=src $(BARE_PYTHON) benchmarks/gpu_check.py $(GPU_ARGS)
+gpu-day:
+	PYTHONPATH=src $(BARE_PYTHON) benchmarks/gpu_day.py $(GPU_ARGS)
 lock mutations: dev
 	$(BIN)/nox -s $@ -- $(if $(filter mutations,$@),$(MUTATIONS))
 clean:

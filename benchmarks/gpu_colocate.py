@@ -1,4 +1,4 @@
-"""The part `colocate` of the GPU check: trainer and engine give up a GPU to each other, and back.
+"""The part `colocate` of `gpu_day.py`: trainer and engine give up a GPU to each other, and back.
 
 An 8B's float32 weights and two moments are moved by what a trainer uses, and the engine frees its
 cache and takes the weights that replace its own. Where a card holds fewer layers, the seconds are
@@ -77,7 +77,7 @@ def colocate(bench: Bench) -> list[Row]:
         took = _seconds(switch, device)
         label = f"turn {name}, {layers} of {size.most_layers} layers"
         rows.append(Row(label, moved / 1e9 / took, "GB/s", limit))
-        rows.append(Row(f"turn {name}, all layers", took * whole / moved, "s", SECONDS))
+        rows.append(Row(f"turn {name}, all layers", took * whole / moved, "s", SECONDS, 1.0, True))
     if [one.double().sum().item() for one in tensors] != sums:
         raise AssertionError("the trainer's state has other bits after two turns of the engine")
     return rows[2:]  # the first switch allocates what later ones find

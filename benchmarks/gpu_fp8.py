@@ -1,4 +1,4 @@
-"""The part `fp8` of the GPU check: speed and mismatch of FP8 weights of the embedded engine.
+"""The part `fp8` of `gpu_day.py`: speed and mismatch of FP8 weights of the embedded engine.
 
 Speed is compared with the same model in bfloat16. The mismatch is that of sampled tokens with the
 bfloat16 model's own forward, which a trainer would compute, as KL from the sampler to it (k3), and

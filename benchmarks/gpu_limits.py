@@ -1,4 +1,4 @@
-"""What the hardware does at best, measured with plain torch: the limits of `gpu_check.py`."""
+"""What the hardware does at best, measured with plain torch: the limits of `gpu_day.py`."""
 
 from __future__ import annotations
 

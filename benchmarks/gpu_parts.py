@@ -1,32 +1,25 @@
-"""The parts of `gpu_check.py`: each measures one thing that a run needs of the hardware.
+"""Parts of `gpu_day.py`: each measures one thing that a run needs of the hardware.
 
-A part returns rows: what was measured, in which unit, and the limit that it is compared with. FLOPs
-are those of the mathematics, so recomputing (checkpointed layers, fused losses) lowers a ratio.
+A part returns rows, or yields them, so that those before a failure are kept: what was measured, in
+which unit, and the limit that it is compared with. FLOPs are those of the mathematics, so
+recomputing (checkpointed layers, fused losses) lowers a ratio.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_limits import (
-    GIB,
-    Limits,
-    compute_dtype,
-    host_memory,
-    peak_bytes,
-    reset_peak,
-    seconds,
-    synchronize,
-)
-from measuring import policy_step, random_qwen3, random_sequences
+from gpu_limits import GIB, Limits, compute_dtype, host_memory, seconds, synchronize
+from measuring import random_qwen3
 from torch import Tensor
 
-from composer_mesh.losses.fused import linear_jsd, linear_logprobs
-
+LIMIT_S = 90.0
+"""Seconds of a part, unless `gpu_day` has more for it."""
 OPTIMIZED_BYTES = 16
 """Bytes for each trained weight: float32 weight, gradient and two moments."""
 
@@ -108,11 +101,28 @@ class Row:
     value: float
     unit: str
     limit: float
+    bar: float | None = None
+    """What the ratio has to reach, or with `at_most` may not exceed; None for a mere figure."""
+    at_most: bool = False
+    profile: list[dict[str, Any]] = field(default_factory=list)
+    """Kernels of a measurement that does not meet its bar, by `gpu_profile`."""
 
     @property
     def ratio(self) -> float:
         """The part of the limit that was reached."""
         return self.value / self.limit
+
+    @property
+    def met(self) -> bool:
+        """Whether the ratio meets its bar; without one it does."""
+        if self.bar is None:
+            return True
+        return self.ratio <= self.bar if self.at_most else self.ratio >= self.bar
+
+    def as_json(self, judged: bool = True) -> dict[str, Any]:
+        """Return the row for a file of results; tiny sizes are not `judged`."""
+        met = self.met if judged and self.bar is not None else None
+        return {**asdict(self), "ratio": self.ratio, "met": met}
 
 
 @dataclass(frozen=True)
@@ -124,40 +134,6 @@ class Bench:
     limits: Limits
     attention: str
     """transformers' name of the attention that models use."""
-
-
-def losses(bench: Bench) -> list[Row]:
-    """Measure log-probs and the JSD from hidden states, forward and backward."""
-    size, device, dtype = bench.size, bench.device, compute_dtype(bench.device)
-    hidden, teacher = (
-        torch.randn(size.rows, size.hidden, device=device).to(dtype) for _ in range(2)
-    )
-    weight = (torch.randn(size.vocabulary, size.hidden, device=device) * 0.02).to(dtype)
-    targets = torch.randint(size.vocabulary, (size.rows,), device=device)
-    hidden.requires_grad_(True)
-    weight.requires_grad_(True)
-    product = 2 * size.rows * size.hidden * size.vocabulary / 1e12
-
-    def logprobs() -> None:
-        linear_logprobs(hidden, weight, targets).sum().backward()
-
-    def jsd() -> None:
-        loss = linear_jsd(
-            hidden, weight, teacher, weight.detach(), jsd_beta=0.5, normalizer=size.rows
-        )
-        loss.backward()
-
-    rows = []
-    for name, call, products in (("log-probs", logprobs, 3), ("JSD", jsd, 4)):
-        held = reset_peak(device)
-        took = seconds(call, device, 3)
-        achieved = products * product / took
-        rows.append(Row(f"fused {name}", achieved, "TFLOP/s", bench.limits.matmul_tflops))
-        if (peak := peak_bytes(device)) is not None:
-            logits = 4 * size.rows * size.vocabulary / GIB
-            extra = (peak - held) / GIB
-            rows.append(Row(f"fused {name}: memory of float32 logits", extra, "GiB", logits))
-    return rows
 
 
 def attention(bench: Bench) -> list[Row]:
@@ -220,54 +196,19 @@ def attention(bench: Bench) -> list[Row]:
     ]
 
 
-def training(bench: Bench) -> list[Row]:
-    """Measure steps of the policy loss of a model as wide as an 8B, by FSDP2 in bfloat16."""
-    from composer_mesh.actors.learning.step import OptimizerStep
-    from composer_mesh.actors.models.ranks import Ranks
-    from composer_mesh.actors.models.sharding import shard
-
-    size, device = bench.size, bench.device
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-    layers = size.layers_that_train(memory) if memory else size.most_layers
-    model = _model(bench, layers, torch.float32)
-    if device.type == "cuda":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    ranks = Ranks(device=device)
-    shard(model, ranks.mesh(), compute_dtype(device))
-    length = size.tokens // SEQUENCES
-    sequences = random_sequences(SEQUENCES, length, size.vocabulary)
-    config, batch = _training_config(size), policy_step(sequences, length * 3 // 4)
-    step = OptimizerStep(model, None, config, ranks)
-    norms: list[float] = []
-
-    def train() -> None:
-        norms.append(float(step.run(batch, None)["policy/grad_norm"] or 0.0))
-
-    reset_peak(device)
-    took = seconds(train, device, 2)
-    if not all(0 < norm < float("inf") for norm in norms):
-        raise AssertionError(f"gradient norms are {norms}, but must be finite and above 0")
-    weights = layers * size.layer_weights + size.vocabulary * size.hidden
-    attended = 2 * layers * size.heads * size.head_dim * length * size.tokens
-    tflop = (6 * weights * size.tokens + 3 * attended) / 1e12
-    name = f"FSDP2 step, {layers} layers, {size.tokens:,} tokens"
-    rows = [Row(name, tflop / took, "TFLOP/s", bench.limits.matmul_tflops)]
-    if (peak := peak_bytes(device)) is not None:
-        rows.append(Row(f"{name}: memory", peak / GIB, "GiB", memory / GIB))
-    return rows
-
-
 def serving(bench: Bench) -> list[Row]:
     """Measure decoding of the embedded engine: each step reads all weights once.
 
     Once with its steps replayed as CUDA graphs, once launched kernel by kernel. On a CPU, which has
     no graphs, the steps of both have the shapes that they would have.
     """
+    from gpu_profile import explained
+
     from composer_mesh.actors.engines.embedded import EmbeddedEngine
     from composer_mesh.actors.engines.embedded_decode import CudaGraphs
 
     size, device = bench.size, bench.device
-    model = _model(bench, size.serving_layers, compute_dtype(device)).eval()
+    model = random_model(bench, size.serving_layers, compute_dtype(device)).eval()
     ways = {
         "CUDA graphs": CudaGraphs() if device.type == "cuda" else lambda step: step,
         "no graphs": None,
@@ -280,7 +221,8 @@ def serving(bench: Bench) -> list[Row]:
         engine = EmbeddedEngine(model, size.concurrent, length, prefix_tokens=0, capture=capture)
         rate = decoding_rate(bench, engine)
         what = f"embedded engine, {name}, {size.concurrent} at once"
-        rows.append(Row(what, rate, "tokens/s", limit))
+        row = Row(what, rate, "tokens/s", limit, None if capture is None else 0.5)
+        rows.append(explained(bench, row, partial(decoding_rate, bench, engine)))
     return rows
 
 
@@ -311,7 +253,9 @@ def fp8(bench: Bench) -> list[Row]:
     """Measure FP8 weights of the embedded engine: speed and mismatch, compared with its type."""
     from gpu_fp8 import compared
 
-    return compared(bench, lambda: _model(bench, bench.size.serving_layers, torch.bfloat16).eval())
+    return compared(
+        bench, lambda: random_model(bench, bench.size.serving_layers, torch.bfloat16).eval()
+    )
 
 
 def weight_copies(bench: Bench) -> list[Row]:
@@ -320,7 +264,7 @@ def weight_copies(bench: Bench) -> list[Row]:
     They run on a stream of their own, as they do during a step.
     """
     size, device = bench.size, bench.device
-    model = _model(bench, size.serving_layers, compute_dtype(device))
+    model = random_model(bench, size.serving_layers, compute_dtype(device))
     tensors = [one.detach() for one in model.parameters()]
     total = sum(one.nbytes for one in tensors)
     host = host_memory(total, device)
@@ -343,14 +287,11 @@ def weight_copies(bench: Bench) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[Bench], list[Row]]] = {
-    "losses": losses,
     "attention": attention,
-    "training": training,
     "serving": serving,
     "fp8": fp8,
     "weights": weight_copies,
 }
-SEQUENCES = 8
 PROMPT = 32
 
 
@@ -363,7 +304,7 @@ def _places(host: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return places
 
 
-def _model(bench: Bench, layers: int, dtype: torch.dtype) -> Any:
+def random_model(bench: Bench, layers: int, dtype: torch.dtype) -> Any:
     """Return a Qwen3 of random weights, made on the device."""
     size = bench.size
     sizes = {
@@ -379,19 +320,3 @@ def _model(bench: Bench, layers: int, dtype: torch.dtype) -> Any:
     }
     how = {"dtype": dtype, "attn_implementation": bench.attention}
     return random_qwen3(sizes, str(bench.device), **how)
-
-
-def _training_config(size: Size) -> Any:
-    from composer_mesh.configs.schema import Config
-
-    return Config.model_validate(
-        {
-            "run": {"name": "gpu-check", "steps": 3},
-            "data": {"task": "toolbox"},
-            "policy": {"max_context": size.tokens // SEQUENCES},
-            "generator": {"max_new_tokens": 16},
-            "trainer": {"microbatch_tokens": max(size.tokens // 2, 64), "sharding": "none"},
-            "sdpo": {"alpha": 0.0},
-            "replay": {"beta": 0.0},
-        }
-    )

@@ -5,13 +5,17 @@ with the reason, and the benchmark ends with exit status 3.
 """
 
 import argparse
+import hashlib
 import json
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +29,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+ROOT = Path(__file__).parents[1]
 MISSING_STATUS = 3
 """Exit status of a benchmark that could not measure all of its ratios."""
 
@@ -39,9 +44,8 @@ class Report:
     missing: dict[str, str] = field(default_factory=dict)
     """Ratios that could not be measured, and why not."""
 
-    def print_table(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
-    ) -> None:
+    @staticmethod
+    def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table with the first column left-aligned and the others right-aligned."""
         table = Table(title=title, title_justify="left")
         for place, column in enumerate(columns):
@@ -60,21 +64,43 @@ class Report:
         for name, reason in self.missing.items():
             print(f"{name} is missing: {reason}")
         if file is not None:
-            content = {
-                "name": self.name,
-                "command": shlex.join(["python", *sys.argv]),
-                "commit": _commit(),
-                "figures": self.figures,
-                "ratios": self.ratios,
-                "missing": self.missing,
-            }
-            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_whole(file, self.content())
         if self.missing:
             sys.exit(MISSING_STATUS)
 
+    def content(self) -> dict[str, Any]:
+        """Return what a file of results has."""
+        return {
+            "name": self.name,
+            "command": shlex.join(["python", *sys.argv]),
+            "commit": commit(),
+            "figures": self.figures,
+            "ratios": self.ratios,
+            "missing": self.missing,
+        }
 
-def _commit() -> str:
-    folder = Path(__file__).parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+
+def write_whole(file: Path, content: Any) -> None:
+    """Write JSON to a file, which has the old or the new content at any time."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+@cache
+def commit() -> str:
+    """Return the commit of the tree; where git knows none, a digest of its Python files."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:  # a bare machine has no git
+        found = ""
+    return found or f"tree-{_digest()}"
+
+
+def _digest() -> str:
+    found = hashlib.sha256()
+    for file in sorted(ROOT.glob("[a-z]*/**/*.py")):
+        if "build" not in file.parts:
+            found.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return found.hexdigest()[:12]

@@ -19,7 +19,9 @@ from nox_helpers import (
     install,
     install_here,
     npm,
+    over,
     pytest,
+    python_of,
     requirements,
     run,
 )
@@ -137,6 +139,17 @@ def security(session: nox.Session) -> None:
     """Attacks by other users of this machine, on full disks and in namespaces, as root."""
     variables = {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "COMPOSER_MESH_TEST_SECURITY": 1}
     pytest(session, "tests/security", "-rs", **variables)
+
+
+@nox.session
+def liger(session: nox.Session) -> None:
+    """The fused losses compared with Liger-Kernel's, on the CPU."""
+    install(session, "liger", "--no-deps")
+    over(environment(session))
+    python = python_of(environment(session))
+    pytest(
+        session, "tests/unit/benchmarks/test_gpu_losses.py", "-rs", python=python, PYTHONPATH="src"
+    )
 
 
 @nox.session

@@ -28,7 +28,7 @@ from composer_mesh.losses.blocks import LinearHead, default_block
 from composer_mesh.losses.fused import linear_logprobs
 from composer_mesh.rollouts.alignment import HintedView
 
-if TYPE_CHECKING:  # losses and steps also run where Monarch is not installed (`make gpu-check`),
+if TYPE_CHECKING:  # losses and steps also run where Monarch is not installed (`make gpu-day`),
     # and in processes from which others are forked
     from composer_mesh.mesh.transport import BufferHandle
 
