@@ -237,10 +237,11 @@ class EmbeddedEngine:
         joining, later = JoiningRows(), list[RunningRequest]()
         if self._long is not None and not self._long.rests(bool(self._running)):
             self._go_on(self._long, joining)
-        gathering = self._decode.captures and self._running and self._rested < STEPS_BETWEEN_PROMPTS
+        gathers = self._decode.captures and len(self._running) > 0
+        resting = gathers and self._rested < STEPS_BETWEEN_PROMPTS
         while (
             self._waiting
-            and not gathering
+            and not resting
             and len(self._running) + (self._long is not None) < self._rows
             and joining.tokens < self._limits.at_once
             and len(later) < self._rows

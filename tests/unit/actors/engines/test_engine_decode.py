@@ -109,15 +109,15 @@ def test_a_long_prompt_keeps_its_row_while_others_decode_in_a_larger_bucket(
 
 
 def test_prompts_join_together_after_some_recorded_steps(model: Any) -> None:
-    engine, results = EmbeddedEngine(model, 4, 64, capture=eagerly), {}
-    put(engine, [ask("first", [1, 2], 30)], results)
+    engine, results = EmbeddedEngine(model, 8, 64, capture=eagerly), {}
+    put(engine, [ask(f"first{n}", [1, n], 30) for n in range(3)], results)
     sampled = [engine.step()]
     for late in range(2):
         put(engine, [ask(f"late{late}", [3, late], 30)], results)
         sampled.append(engine.step())
-    while engine.decoding == 1:
+    while engine.decoding == 3:
         sampled.append(engine.step())
-    assert sampled == [1] * (1 + STEPS_BETWEEN_PROMPTS) + [3]
+    assert sampled == [3] * (1 + STEPS_BETWEEN_PROMPTS) + [5]
 
 
 def test_a_step_that_needs_a_value_on_the_host_is_refused_at_the_start(build_model: Any) -> None:
