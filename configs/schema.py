@@ -114,8 +114,8 @@ class GeneratorConfig(Section):
     keeps none. By default it is as many as the rows of the engine hold."""
 
     cuda_graphs: bool | None = None
-    """Whether the embedded engine replays decode steps as CUDA graphs; if not set, on a GPU and for
-    models without experts. `true` is refused where they cannot be captured."""
+    """Whether the embedded engine replays decode steps as CUDA graphs. If not set, it does so on a
+    GPU, except for mixtures of experts. `true` is refused where steps cannot be captured."""
 
     max_new_tokens: Tokens = 40
     """Maximum number of tokens sampled in one turn."""

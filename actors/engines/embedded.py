@@ -178,6 +178,7 @@ class EmbeddedEngine:
         """Free the memory of weights and keys; keep on the host all but the `replaced` weights."""
         self._held.drop()
         self._cache.free()
+        self._decode.drop()
         weights = stored_weights(self._model)
         new = [one for name, one in weights.items() if name in replaced]
         ids = set(map(id, new))

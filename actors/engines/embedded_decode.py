@@ -143,8 +143,9 @@ class DecodeSteps:
             self.drop()
 
     def drop(self) -> None:
-        """Free captured steps; later ones are captured again."""
+        """Free captured steps and the cache that they hold; later ones are captured again."""
         self._graphs.clear()
+        self._captured_cache = ()
 
     @torch.inference_mode()
     def _prove(self, capture: Capture) -> None:

@@ -92,7 +92,7 @@ class HarborSession(Session):
         if hasattr(self, "machine"):
             await self.machine.close()
 
-    async def reply(self, text: str) -> str | None:  # noqa: ARG002
+    async def reply(self, text: str) -> str | None:
         """End the step: an answer without a call is the end of the work on it."""
         return await self._next()
 

@@ -320,7 +320,7 @@ class HarborTask(Task):
             *(RewardFunction(f"flag/{kind}", 0.0, partial(self._kind, kind)) for kind in KINDS),
         ]
 
-    def success(self, transcript: Transcript, reward: float) -> bool:  # noqa: ARG002
+    def success(self, transcript: Transcript, reward: float) -> bool:
         """Whether the tests gave the whole reward, and nothing screened it."""
         judged = _session(transcript).judged
         return judged.reward >= self.success_at and not self._is_screened(judged)

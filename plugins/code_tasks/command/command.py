@@ -355,13 +355,13 @@ def make_code_tasks_command(options: MakeOptions, say: Say) -> int:
 
 def _make(options: MakeOptions, say: Say) -> int:
     in_boxes = list(with_dependencies([*NEEDED, *options.packages]))
-    assert options.output is not None
+    output = options.output
+    assert output is not None
     results, status = Results(options.sources), 0
     at_once = options.jobs or os.cpu_count() or 1
     packages, needs = read_all(results, options.indexes or (INDEX,), in_boxes, at_once, say)
-    options = replace(
-        options, folders=(*options.folders, *_installed(options, packages, needs, in_boxes, say))
-    )
+    needed = _installed(options, output, packages, needs, in_boxes, say)
+    options = replace(options, folders=(*options.folders, *needed))
     with _boxes(options, say) as sandbox:
         making = make_all(
             results,
@@ -384,9 +384,9 @@ def _make(options: MakeOptions, say: Say) -> int:
             status = INTERRUPTED
         except Exception:
             say("failed: what is done is written")
-            results.write(options.output, options.heldout)
+            results.write(output, options.heldout)
             raise
-    tasks = results.write(options.output, options.heldout)
+    tasks = results.write(output, options.heldout)
     for line in table_of(results):
         say(line)
     for name in sorted(set(options.heldout) - {one.package for one in results.made if one.tasks}):
@@ -395,17 +395,17 @@ def _make(options: MakeOptions, say: Say) -> int:
         say("no task was made, and nothing is written")
         return status or 1
     used = sum(bool(one.tasks) for one in results.made)
-    say(f"wrote {tasks:,} tasks of {used} packages to {options.output}")
+    say(f"wrote {tasks:,} tasks of {used} packages to {output}")
     if options.packages or options.folders:
-        packages, folders = [*NEEDED, *options.packages], list(options.folders)
         say("their boxes need, in [environment.sandbox.options]:")
-        say(f"packages = {packages}")
-        say(f"folders = {folders}")
+        say(f"packages = {[*NEEDED, *options.packages]}")
+        say(f"folders = {list(options.folders)}")
     return status
 
 
 def _installed(
     options: MakeOptions,
+    output: Path,
     packages: Mapping[str, Package],
     needs: Mapping[str, Sequence[Requirement]],
     in_boxes: Sequence[str],
@@ -415,7 +415,6 @@ def _installed(
 
     No package of which tasks are made is in it, and none that boxes have anyway.
     """
-    assert options.output is not None
     index_args = [
         part
         for place, url in enumerate(options.indexes)
@@ -431,7 +430,7 @@ def _installed(
         wheels = resolved_together(needs, installed_versions(in_boxes), left_out, index_args, say)
         if not wheels:
             return []
-        folder = options.output.resolve().with_suffix(".packages")
+        folder = output.resolve().with_suffix(".packages")
         install(wheels, folder, index_args)
     except NeedsUnresolved as error:
         raise MakeRefused(f"the wheels that tests need cannot be installed: {error}") from None

@@ -91,6 +91,19 @@ def test_weights_changed_in_place_keep_recorded_steps_and_reallocated_ones_drop_
         assert (recorder.recorded > before) == moves
 
 
+def test_a_sleeping_engine_keeps_no_recorded_steps_and_records_them_again(
+    build_model: Any,
+) -> None:
+    recorder = Recorder()
+    engine = EmbeddedEngine(build_model(1), 1, 64, capture=recorder)
+    requests = [ask("r", [1, 2, 3], new=8)]
+    first, recorded = serve(engine, requests), recorder.recorded
+    engine.sleep(())
+    engine.wake(None)
+    assert serve(engine, requests) == first
+    assert recorder.recorded > recorded
+
+
 def test_a_long_prompt_keeps_its_row_while_others_decode_in_a_larger_bucket(
     model: Any, rng: random.Random
 ) -> None:
