@@ -137,11 +137,21 @@ class Sample:
 @dataclass(frozen=True)
 class Played:
     """A finished episode's trace; its requests had `prompt_tokens`, of which `cached_tokens` were
-    not computed again."""
+    not computed again.
+
+    A workflow's generators have sampled `sampled_tokens` for it, in its trace or not.
+    """
 
     trace: Trace
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    sampled_tokens: int = 0
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many sampled tokens the trajectories of the trace train."""
+        turns = [turn for one in self.trace.trajectories() for turn in one.turns]
+        return sum(len(turn.action_ids) for turn in turns if turn.trained)
 
 
 class EpisodePlayer:

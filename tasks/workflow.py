@@ -117,6 +117,13 @@ class Agent(Protocol):
     def environ(self) -> dict[str, str]:
         """The environment variables that clients of OpenAI read."""
 
+    @property
+    def answers(self) -> int:
+        """How many answers the agent has received.
+
+        Raises the first error of a generator that no retry of the agent has mended.
+        """
+
     def trajectories(
         self,
         reward: float,
@@ -181,8 +188,11 @@ class Engine(Protocol):
     ) -> Conversation:
         """Begin a conversation of an agent."""
 
-    def environment(self) -> Environment:
-        """Return a new session of the task; use it in `async with`."""
+    def environment(self, row: Mapping[str, Any] = {}) -> Environment:
+        """Return a new session of the task; use it in `async with`.
+
+        `row` is added to the episode's row, for sessions that read more than their task gives.
+        """
 
     async def score(self, messages: Sequence[Message]) -> Outcome:
         """Score a conversation by the task's reward functions."""

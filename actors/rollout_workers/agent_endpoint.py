@@ -371,11 +371,7 @@ class CapturedAgent:
         With `session`, only those of requests with that header X-Session-ID, of which there may be
         none. With `screened` nothing of them is trained.
         """
-        if self._opened is None:
-            raise RuntimeError("the agent was not opened: use it in `async with`")
-        if failures := self._opened.failures():
-            raise failures[0]
-        captured = [one for one in self._opened.trajectories(session) if one.turns]
+        captured = [one for one in self._unfailed().trajectories(session) if one.turns]
         if not captured and session is None:
             raise UnusableTask(
                 "the agent has requested nothing from its endpoint: give it base_url"
@@ -394,6 +390,23 @@ class CapturedAgent:
             )
             for one in captured
         ]
+
+    @property
+    def answers(self) -> int:
+        """How many answers the agent has received; raises an error that no retry has mended."""
+        return sum(sum(one.trained) for one in self._unfailed().trajectories())
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens were sampled for the agent, received or not."""
+        return 0 if self._opened is None else self._opened.sampled_tokens
+
+    def _unfailed(self) -> AgentEpisode:
+        if self._opened is None:
+            raise RuntimeError("the agent was not opened: use it in `async with`")
+        if failures := self._opened.failures():
+            raise failures[0]
+        return self._opened
 
     async def __aenter__(self) -> Self:
         self._opened = await self._there(self._open())

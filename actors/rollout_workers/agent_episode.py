@@ -108,7 +108,7 @@ class AgentEpisode:
         self._captured: dict[str, CapturedEpisode] = {}
         self._exchanges: defaultdict[SessionKey, list[Exchange]] = defaultdict(list)
         self._failures: dict[SessionKey, Exception] = {}
-        self._requested = 0
+        self._requested = self.sampled_tokens = 0
         self._ended = False
         self.base_url = self.api_key = ""
         """Where an agent reaches it, once an endpoint serves it."""
@@ -255,6 +255,7 @@ class AgentEpisode:
             self._failures[key] = error
             raise
         self._failures.pop(key, None)
+        self.sampled_tokens += sum(len(result.token_ids) for result in results)
         requested = [
             (q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)
         ]

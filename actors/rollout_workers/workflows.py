@@ -89,7 +89,7 @@ class WorkflowPlayer:
         finally:
             engine.close()
         trace = trace_of(replace(sample, episode=episode), found, answer, what)
-        return Played(trace, engine.prompt_tokens, engine.cached_tokens)
+        return Played(trace, engine.prompt_tokens, engine.cached_tokens, engine.sampled_tokens)
 
 
 class EpisodeEngine:
@@ -113,7 +113,8 @@ class EpisodeEngine:
         self._requests, self._sessions = count(), count()
         self._open: set[str] = set()
         self._chats: dict[str, ChatFormat] = {}
-        self.prompt_tokens = self.cached_tokens = 0
+        self._opened: list[CapturedAgent] = []
+        self._sampled = self.prompt_tokens = self.cached_tokens = 0
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -146,17 +147,22 @@ class EpisodeEngine:
     ) -> Conversation:
         return Conversation(self, as_messages(messages), role, tools)
 
-    def environment(self) -> EngineEnvironment:
+    def environment(self, row: Mapping[str, Any] = {}) -> EngineEnvironment:
         session = f"{self._session}/{next(self._sessions)}"
-        return EngineEnvironment(
-            self._environments, self._episode, session, self._there, self._open
-        )
+        episode = replace(self._episode, payload={**self._episode.payload, **row})
+        return EngineEnvironment(self._environments, episode, session, self._there, self._open)
 
     async def score(self, messages: Sequence[Message]) -> Outcome:
         return await self._there(self._environments.score(self._episode, list(messages)))
 
     def agent(self) -> CapturedAgent:
-        return CapturedAgent(self._agents, self._sample, self._there)
+        self._opened.append(CapturedAgent(self._agents, self._sample, self._there))
+        return self._opened[-1]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens were sampled so far, by the workflow or by its agents."""
+        return self._sampled + sum(agent.sampled_tokens for agent in self._opened)
 
     async def run_program(
         self, command: Sequence[str], *, text: str = "", environ: Mapping[str, str] | None = None
@@ -213,6 +219,7 @@ class EpisodeEngine:
     ) -> Generated:
         self.prompt_tokens += len(ids)
         self.cached_tokens += result.cached_tokens
+        self._sampled += len(result.token_ids)
         result = cut_at(stop, result, chat.raw_text)
         return Generated(chat.action_text(result.token_ids), ids, result)
 

@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from composer_mesh.plugins.harbor import monitor
 from composer_mesh.plugins.harbor.containers.port import (
@@ -99,9 +100,16 @@ class Machine:
     container: Container
     """The running container; set by `start`. A program may be run in it as any command is."""
 
-    def __init__(self, containers: Containers, folder: HarborFolder, limits: Limits) -> None:
+    def __init__(
+        self,
+        containers: Containers,
+        folder: HarborFolder,
+        limits: Limits,
+        mounts: Mapping[str, Path] = {},
+    ) -> None:
+        """`mounts` are folders of this machine that the agent reads, by path in the container."""
         self.containers, self.folder, self.limits = containers, folder, limits
-        self.settings = settings_of(folder, limits)
+        self.settings = replace(settings_of(folder, limits), mounts=mounts)
         self.place = 0
         """The present step, from 0."""
         self.workdir, self.shell = "/", "/bin/sh"
@@ -226,7 +234,7 @@ class Machine:
         if len(lines) < 2 or not lines[0].startswith("/"):
             raise UnusableTask(
                 f"the image {self.settings.image} of Harbor task {self.folder.name!r} has no "
-                f"/bin/sh that runs ({_said(done)}): tools and tests need one"
+                f"/bin/sh that runs ({said(done)}): tools and tests need one"
             )
         self.workdir, self.shell = lines[0], lines[1]
         self.programs = frozenset(line for line in lines[2:] if "/" not in line)
@@ -244,7 +252,7 @@ async def prepare_step(container: Container, step: TaskStep, workdir: str) -> No
             [f"{workdir.rstrip('/')}/setup.sh"], timeout_s=SETUP_S, user=user, workdir=workdir
         )
         if done.exit_code != 0:
-            raise TaskFailure("setup", f"setup.sh of step {step.name!r} failed: {_said(done)}")
+            raise TaskFailure("setup", f"setup.sh of step {step.name!r} failed: {said(done)}")
     if step.healthcheck is not None:
         await healthy(container, step.healthcheck)
 
@@ -272,7 +280,7 @@ async def healthy(container: Container, check: HealthcheckTable) -> None:
         starting = loop.time() < starts_until
         failures += not starting
         if failures >= check.retries:
-            raise TaskFailure("healthcheck", f"{check.command!r} failed: {_said(done)}")
+            raise TaskFailure("healthcheck", f"{check.command!r} failed: {said(done)}")
         await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
 
 
@@ -281,19 +289,8 @@ def user_of(user: User | None) -> str | None:
     return None if user is None else str(user)
 
 
-def _said(done: FinishedCommand) -> str:
+def said(done: FinishedCommand) -> str:
+    """Return how a command ended and the end of what it wrote, for people."""
     text = (done.errors or done.output).decode(errors="replace").strip()[-300:]
     how = f"exit code {done.exit_code}" if done.ended == "exited" else done.ended
     return f"{how}: {text}" if text else how
-
-
-def refuse_silent_harness(done: FinishedCommand, answers: int) -> None:
-    """Raise TaskFailure for a harness that ended before the model had answered it once.
-
-    Whatever its exit code, nothing in such an episode is of the policy. A harness that acted and
-    then failed is the agent's own doing: its work is tested.
-    """
-    if not answers:
-        raise TaskFailure(
-            "harness_silent", f"it ended without an answer of the model: {_said(done)}"
-        )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from composer_mesh.plugins.harbor.containers.port import FinishedCommand
-from composer_mesh.plugins.harbor.machine import Machine
+from composer_mesh.plugins.harbor.harness import Launch
+from composer_mesh.plugins.harbor.machine import Machine, said
 from composer_mesh.plugins.harbor.mcp_programs import McpPrograms
 from composer_mesh.plugins.harbor.monitor import flagged_by
 from composer_mesh.plugins.harbor.rewards import mean_of, reaches, reward_of
@@ -21,13 +22,17 @@ from composer_mesh.plugins.harbor.verifier import StepVerdict
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import waiting_for_others
 from composer_mesh.tasks.errors import ToolError, UnusableTask
-from composer_mesh.tasks.session import Session
+from composer_mesh.tasks.session import Reply, Session
 from composer_mesh.tasks.tool import tool
 
 if TYPE_CHECKING:
     from composer_mesh.plugins.harbor.task import HarborTask
 
 LONGEST_SHOWN = 200
+NO_SERVERS = (
+    "Harbor task {0!r} has MCP servers, which harnesses are not given: leave it out of data.path, "
+    "or play it without rollouts.workflow"
+)
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 Command = Annotated[str, Field(min_length=1, max_length=100_000)]
 Path = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -63,6 +68,7 @@ class HarborSession(Session):
     machine: Machine
     """The container, and the step of the task that it is in."""
     _judgement: EpisodeVerdict | None = None
+    _harness: Launch | None = None
 
     def __init__(self) -> None:
         self._verdicts: list[StepVerdict] = []
@@ -72,11 +78,15 @@ class HarborSession(Session):
     async def start(self) -> None:
         """Start the container, then the MCP servers. Waits for both; raises SandboxError."""
         folder = self.task.folder_of(self.row)
-        self.machine = Machine(self.task.containers, folder, self.task.limits)
+        self._harness = Launch.of(self.row)
+        mounts = {} if self._harness is None else self._harness.mounts
+        self.machine = Machine(self.task.containers, folder, self.task.limits, mounts)
         try:
             with waiting_for_others():
                 await self.machine.start()
                 if servers := folder.toml.environment.mcp_servers:
+                    if self._harness is not None:
+                        raise UnusableTask(NO_SERVERS.format(folder.name))
                     self._servers = McpPrograms(self.machine, servers)
                     await self._servers.start()
         except BaseException:
@@ -92,9 +102,23 @@ class HarborSession(Session):
         if hasattr(self, "machine"):
             await self.machine.close()
 
-    async def reply(self, text: str) -> str | None:
-        """End the step: an answer without a call is the end of the work on it."""
-        return await self._next()
+    async def reply(self, text: str) -> str | Reply | None:
+        """End the step: an answer without a call is the end of the work on it.
+
+        Where a harness plays, any answer has it work on the step first.
+        """
+        if self._harness is None:
+            return await self._next()
+        with waiting_for_others():
+            done = await self._harness.play(self.machine)
+        failure: ToolError | None = None
+        if done.exit_code != 0:
+            failure = ToolError("harness_failed", said(done), {"harness": said(done)})
+        following = await self._next()
+        messages: list[Message] = []
+        if following is not None:
+            messages = [{"role": "user", "content": following}]
+        return Reply(messages, following is None, failure)
 
     @tool
     async def bash(self, command: Command, timeout_s: Timeout | None = None) -> str:

@@ -347,7 +347,7 @@ class Rollouts:
     def __init__(self, player: Player, retries: EpisodeRetries) -> None:
         self.retries = retries
         self._player = player
-        self._tokens = (0, 0)
+        self._tokens = Counter[str]()
 
     def start(
         self, episode: Episode, group_id: int, size: int, sampling: Sampling
@@ -390,13 +390,16 @@ class Rollouts:
     def cached_prompts(self) -> dict[str, float | None]:
         """Return how many prompt tokens this process had sampled from since the last call.
 
-        Without those of rollouts that an earlier process of the run has stored.
+        With the share of the tokens sampled for workflows that train. Without the tokens of
+        rollouts that an earlier process of the run has stored.
         """
-        (prompt, cached), self._tokens = self._tokens, (0, 0)
+        found, self._tokens = self._tokens, Counter[str]()
+        prompt, cached, sampled = found["prompt"], found["cached"], found["sampled"]
         return {
             "generator/prompt_tokens": prompt,
             "generator/cached_tokens": cached,
             "generator/prefix_hit": cached / prompt if prompt else None,
+            "rollouts/trained_share": found["trained"] / sampled if sampled else None,
         }
 
     async def close(self) -> None:
@@ -411,6 +414,9 @@ class Rollouts:
 
     async def _play(self, sample: Sample, session: str) -> Trace:
         played = await self._player.play(sample, session)
-        prompt, cached = self._tokens
-        self._tokens = (prompt + played.prompt_tokens, cached + played.cached_tokens)
+        self._tokens["prompt"] += played.prompt_tokens
+        self._tokens["cached"] += played.cached_tokens
+        if played.sampled_tokens:
+            self._tokens["sampled"] += played.sampled_tokens
+            self._tokens["trained"] += played.trained_tokens
         return played.trace

@@ -127,6 +127,7 @@ class BoxContainer:
             "upper": str(self.own / "upper"),
             "work": str(self.own / "work"),
             "host_network": limits.network == "host",
+            "mounts": [[str(host), path] for path, host in limits.mounts.items()],
             "memory_bytes": limits.memory_bytes or UNBOUNDED_BYTES,
             "processes": limits.processes,
         }
@@ -231,6 +232,23 @@ class BoxContainer:
         if not inside(path):
             raise ValueError("the root of a container is not removed: name a path below it")
         await self._on_files("remove", path=inside(path))
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on a port of the container's own loopback."""
+        if self._settings.network == "host":
+            raise ContainerError(
+                "unsupported", "a container with the host's network has no own one"
+            )
+        with self._ask({"do": "listen", "port": port}) as status:
+            status.settimeout(END_S)
+            try:
+                text, found, _, _ = await asyncio.to_thread(
+                    socket.recv_fds, status, LONGEST_REPORT, 1
+                )
+            except OSError as error:
+                raise ContainerError("backend", f"no socket of the container: {error}") from None
+            self._alive(json.loads(text) if text else {})
+        return socket.socket(fileno=found[0])
 
     async def changes(self) -> Mapping[str, Change]:
         """Return the paths that differ from the image."""

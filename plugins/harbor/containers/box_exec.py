@@ -1,4 +1,4 @@
-"""What forked children of the keeper do: become a container, or enter one to run or to write.
+"""What forked children of the keeper do: become a container, or enter one for a request.
 
 A child that enters has not executed anything yet: it is a copy of the keeper, so it may not be
 looked into (`PR_SET_DUMPABLE`), holds no other container's files, and imports nothing any more.
@@ -139,6 +139,21 @@ def run_command(entered: Entered, status: socket.socket, job_file: int, streams:
     except BaseException as error:  # noqa: BLE001 a forked child must not return
         report = failure(error, entered)
     finish(status, report)
+
+
+def listen(entered: Entered, status: socket.socket, port: int) -> NoReturn:
+    """Report a socket that listens on a port of a container's loopback; never returns."""
+    try:
+        close_all_but(sorted({0, 1, 2, status.fileno(), entered.process}))
+        enter(entered, processes=True)
+        with socket.socket() as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(("127.0.0.1", port))
+            listening.listen()
+            socket.send_fds(status, [b'{"listens": true}'], [listening.fileno()])
+    except BaseException as error:  # noqa: BLE001 a forked child must not return
+        finish(status, failure(error, entered))
+    os._exit(0)
 
 
 def has_died(entered: Entered) -> bool:

@@ -32,6 +32,7 @@ from composer_mesh.mesh.sandboxes.keeper import dispatch, groups_of, last_of, te
 from composer_mesh.plugins.harbor.containers.box_exec import (
     NOT_STARTED,
     Entered,
+    listen,
     new_user_namespace,
     run_command,
     write_maps,
@@ -252,6 +253,9 @@ class ContainerKeeper:
         job, *streams = given
         self._forked(request, status, lambda one: run_command(one, status, job, streams))
 
+    def _listen(self, request: dict[str, Any], status: socket.socket, _: list[int]) -> None:
+        self._forked(request, status, lambda one: listen(one, status, request["port"]))
+
     def _files(self, request: dict[str, Any], status: socket.socket, given: list[int]) -> None:
         self._forked(request, status, lambda one: serve_files(one, status, given[0]))
 
@@ -345,11 +349,12 @@ def bubblewrap_command(request: dict[str, Any], init: int, tells: int) -> list[s
         root = [*lowers, "--overlay", request["upper"], request["work"], "/"]
     else:
         root = ["--bind", request["upper"], "/"]
+    mounts = [part for host, path in request["mounts"] for part in ("--ro-bind", host, path)]
     return [
         *("bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
         *(() if request["host_network"] else ("--unshare-net",)),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "box"),
-        *("--cap-drop", "ALL", "--clearenv", *root, "--proc", "/proc", "--dev", "/dev"),
+        *("--cap-drop", "ALL", "--clearenv", *root, "--proc", "/proc", "--dev", "/dev", *mounts),
         *("--perms", "1777", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"),
         *("--perms", "0555", "--ro-bind-data", str(init), INIT),
         *("--info-fd", str(tells), "--", INIT),

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shlex
+import socket
 import tarfile
 import time
 import weakref
@@ -47,6 +48,9 @@ MOST_CONTAINERS = 16
 OPEN_FILES = 1024
 PAUSE = ["/bin/sh", "-c", "trap : TERM; while :; do sleep 2147483647 & wait $!; done"]
 KILLED = 128 + 9
+ONLY_BOXES = (
+    "Podman and Docker have none here: set backend to 'bubblewrap' in environment.sandbox.options"
+)
 MOST_FRAME = 64 * MIB
 INPUT = "/.composer-mesh-input"
 CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
@@ -109,6 +113,8 @@ class EngineContainers:
         self, settings: ContainerSettings, *, snapshot: ContainerSnapshot | None = None
     ) -> EngineContainer:
         """Start a container, from a snapshot if one is given. Waits for a place."""
+        if settings.mounts:
+            raise ContainerError("unsupported", f"mounts: {ONLY_BOXES}")
         if snapshot is None:
             image = await image_name(self.api, settings.image, settings.build_s)
         elif isinstance(snapshot, EngineSnapshot):
@@ -268,6 +274,10 @@ class EngineContainer:
         await self.run(["/bin/rm", "-rf", "--", path], user="0", workdir="/")
         if await self._stat(path):
             raise ContainerError("backend", f"{path} could not be removed in the container")
+
+    async def listen(self, port: int) -> socket.socket:  # noqa: ARG002
+        """Raise ContainerError: a daemon gives no socket of a container's own network."""
+        raise ContainerError("unsupported", f"a socket of its own loopback: {ONLY_BOXES}")
 
     async def changes(self) -> Mapping[str, Change]:
         """Return the paths that the daemon finds changed, without folders that were not removed."""

@@ -7,6 +7,7 @@ nobody's fault is a `ContainerError`, which is never a reward and never an obser
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,8 +74,9 @@ class ContainerSettings:
     """What a container is made of, and what it may use; None is no bound.
 
     `workdir` and `user` override the image's; a user is a name or a number, with `:group` or
-    without. Nothing of the host is visible. `build_s` bounds pulling and building the image,
-    `start_s` the start of the container.
+    without. Of the host only `mounts` are visible: folders by absolute path in the container, which
+    may be read and not written. `build_s` bounds pulling and building the image, `start_s` the
+    start of the container.
     """
 
     image: ImageSource
@@ -86,6 +88,7 @@ class ContainerSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
     user: str | None = None
+    mounts: Mapping[str, Path] = field(default_factory=dict)
     build_s: float = 600.0
     start_s: float = 60.0
 
@@ -154,6 +157,13 @@ class Container(Protocol):
 
     async def remove(self, path: str) -> None:
         """Remove a file, a link or a whole folder from outside, if it is there."""
+
+    async def listen(self, port: int) -> socket.socket:
+        """Return a socket that listens on a port of the container's own loopback.
+
+        Programs in the container reach who accepts on it, and nothing else of the host. It is the
+        caller's to close. Raises ContainerError: "unsupported" where a back end has no such thing.
+        """
 
     async def changes(self) -> Mapping[str, Change]:
         """Return the absolute paths that differ from the image, read from outside.

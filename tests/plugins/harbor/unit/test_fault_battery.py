@@ -17,10 +17,12 @@ from harbor_folders import SUBMIT, TESTS, bash, made, played, written
 
 from composer_mesh.mesh.failures import FailureClass, classify
 from composer_mesh.plugins.harbor.containers.port import ContainerError, FinishedCommand
-from composer_mesh.plugins.harbor.machine import TaskFailure, refuse_silent_harness
+from composer_mesh.plugins.harbor.harness_agent import refuse_silence
+from composer_mesh.plugins.harbor.machine import TaskFailure
 from composer_mesh.plugins.harbor.verifier import TestsFailed
-from composer_mesh.rollouts.tasks import Outcome
+from composer_mesh.rollouts.tasks import Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.traces import ErrorSite
 from composer_mesh.tasks.sandbox import SandboxError
 
 RIGHT, WRONG = bash("write word.txt hello"), bash("write word.txt bye")
@@ -204,15 +206,14 @@ def test_a_clock_that_jumps_changes_no_reward(
     assert outcome(tmp_path, FakeContainers(), WRONG).reward == 0.0
 
 
-ENDS = [finished(0), finished(1), finished(127), finished(None, ended="signal")]
-
-
-@pytest.mark.parametrize("done", [*ENDS, finished(None, ended="wall_time")])
-def test_a_harness_without_an_answer_of_the_model_is_no_episode(done: FinishedCommand) -> None:
-    with pytest.raises(TaskFailure) as failed:
-        refuse_silent_harness(done, 0)
+@pytest.mark.parametrize("said", ["", "exit code 127: not found", "signal", "wall_time"])
+def test_a_harness_without_an_answer_of_the_model_is_no_episode(said: str) -> None:
+    site = ErrorSite(0, "harness_failed", "tool_error", {"harness": said}) if said else None
+    step = StepResult([], True, site)
+    with pytest.raises(TaskFailure, match=said or "exit code 0") as failed:
+        refuse_silence(0, step)
     assert classify(failed.value) is FailureClass.INFRASTRUCTURE
-    refuse_silent_harness(done, 1)
+    refuse_silence(1, step)
 
 
 @pytest.mark.parametrize("kind", [ContainerError, TaskFailure, TestsFailed])

@@ -91,6 +91,7 @@ async def test_an_answer_that_could_not_be_sent_is_kept_for_the_next_request(
     first = await episode.answer(ASK, b"k", False)
     episode.release(first, sent=False)
     assert episode.trajectories() == []
+    assert episode.sampled_tokens == len(generation.results[0].token_ids)
     assert await episode.answer(ASK, b"k", False) is first
     episode.release(first, sent=True)
     assert len(episode.trajectories()) == 1

@@ -102,6 +102,14 @@ async def test_several_agents_are_several_trajectories_compared_by_role(ports: P
     assert sizes == [2, 4]
 
 
+async def test_the_share_of_sampled_tokens_that_train_leaves_out_context(ports: Ports) -> None:
+    player = WorkflowPlayer(PlannerAndWorker(), ports, ports, ports.chat, 60.0)
+    played = await player.play(sample(ports.task), "train-000000-000")
+    sizes = [len(ports.chat.action(f"word {number}")) for number in range(4)]
+    assert played.sampled_tokens == sum(sizes)
+    assert played.trained_tokens == sum(sizes[1:])
+
+
 class Greedy(Workflow):
     """ReMax: the greedy answer's reward is the baseline."""
 

@@ -159,3 +159,12 @@ def test_a_daemon_that_is_away_is_refused_with_its_socket(tmp_path: Path) -> Non
         open_containers("docker", socket=tmp_path / "none")
     with pytest.raises(UnusableTask, match="use any, bubblewrap, podman, docker"):
         open_containers("lxc")
+
+
+async def test_what_only_boxes_have_is_refused_with_the_repair(
+    containers: EngineContainers, container: EngineContainer, tmp_path: Path
+) -> None:
+    with pytest.raises(ContainerError, match=r"unsupported: mounts: .*'bubblewrap'"):
+        await containers.start(replace(SETTINGS, mounts={"/opt/harness": tmp_path}))
+    with pytest.raises(ContainerError, match=r"unsupported: a socket .*'bubblewrap'"):
+        await container.listen(1)

@@ -1,0 +1,113 @@
+"""Claude Code, Codex and mini-swe-agent, unmodified, each in a box: `nox -s harnesses` runs it.
+
+The policy is scripted: what each harness calls its shell, and how it ends, is all that it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_templates import FAMILIES
+from chat_templates import with_template
+from harbor_folders import written
+from harness_episodes import harness_trace
+from python_image import python_root
+from scripted_generation import ScriptedGeneration
+
+from composer_mesh.mesh.private_folder import entered_folder
+from composer_mesh.plugins.harbor.containers.opening import open_containers
+from composer_mesh.plugins.harbor.harness_agent import RECIPES
+from composer_mesh.plugins.harbor.task import HarborTask
+from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.task import TaskSettings
+
+PROGRAMS = "COMPOSER_MESH_TEST_HARNESSES"
+"""Names the folder of the harnesses from npm, and of their folder for mini-swe-agent."""
+FOLDERS = {"claude-code": "", "codex": "", "mini-swe-agent": "mini"}
+WORK = ("echo hello > word.txt", "cat word.txt")
+SHELLS = {
+    "claude-code": ("Bash", "command"),
+    "codex": ("exec_command", "cmd"),
+    "mini-swe-agent": ("bash", "command"),
+}
+LAST = {
+    "mini-swe-agent": call_text("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})
+}
+VARIABLES = {"claude-code": {"CLAUDE_CODE_SIMPLE": "1"}}
+TOML = '[environment]\nworkdir = "/app"\ndocker_image = "rootfs:{}"\n'
+TESTS = """#!/bin/sh
+[ "$(cat /app/word.txt)" = hello ] && reward=1
+echo "${reward:-0}" > /logs/verifier/reward.txt
+"""
+SHARE = 0.95
+
+pytestmark = pytest.mark.skipif(
+    PROGRAMS not in os.environ, reason=f"nox -s harnesses installs them and sets {PROGRAMS}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """A folder that users of containers may enter, with an image and a task."""
+    folder = entered_folder()
+    programs = Path(os.environ[PROGRAMS])
+    found = [
+        one
+        for name, recipe in RECIPES.items()
+        for one in (programs / FOLDERS[name]).glob(recipe.program)
+    ]
+    found += (programs / FOLDERS["mini-swe-agent"]).rglob("*.so")
+    root = python_root(folder / "root", found)
+    written(folder / "task", {"task.toml": TOML.format(root), "tests/test.sh": TESTS})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def containers(folder: Path) -> Iterator[Any]:
+    """Containers of this machine; a test says why there are none."""
+    try:
+        opened = open_containers("bubblewrap", cache=str(folder / "cache"))
+    except UnusableTask as error:
+        pytest.skip(str(error))
+    yield opened
+    asyncio.run(opened.close())
+
+
+def script(harness: str) -> Sequence[str]:
+    """Return what the policy says: two calls of the shell, and the end."""
+    tool, argument = SHELLS[harness]
+    return [*(call_text(tool, {argument: one}) for one in WORK), LAST.get(harness, "It is done.")]
+
+
+@pytest.mark.parametrize("harness", list(RECIPES))
+async def test_an_unmodified_harness_plays_and_its_tokens_train(
+    folder: Path, containers: Any, tokenizer: Any, harness: str
+) -> None:
+    task = HarborTask.create(TaskSettings(path=folder / "task", max_turns=30))
+    task.sandbox = containers
+    chat = ChatFormat(with_template(tokenizer, FAMILIES["qwen"]), [])
+    generation = ScriptedGeneration(chat, *script(harness))
+    trace = await harness_trace(
+        task,
+        generation,
+        chat,
+        harness=harness,
+        program=str(Path(os.environ[PROGRAMS]) / FOLDERS[harness]),
+        environment=VARIABLES.get(harness, {}),
+        timeout_s=120.0,
+    )
+    assert trace.reward == 1.0, trace.messages[-1]
+    assert len(generation.results) == len(WORK) + 1
+    trained = [
+        turn.action_ids for one in trace.trajectories() for turn in one.turns if turn.trained
+    ]
+    sampled = [result.token_ids for result in generation.results]
+    assert sum(map(len, trained)) >= SHARE * sum(map(len, sampled))
+    assert all(ids in sampled for ids in trained)

@@ -1,0 +1,98 @@
+"""Harnesses as agents: what is refused before a run, how they are started, what keeps them out."""
+
+from __future__ import annotations
+
+import socket
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_containers import FakeContainers
+from harbor_folders import made, written
+
+from composer_mesh.plugins.harbor.harness import HOME, PROGRAM, Launch
+from composer_mesh.plugins.harbor.harness_agent import HarnessAgent
+from composer_mesh.plugins.harbor.machine import Machine, TaskFailure
+from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.running import RunningEpisode
+
+PLACES = {
+    "claude-code": "node_modules/@anthropic-ai/claude-code-linux-x64/claude",
+    "codex": "node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
+    "mini-swe-agent": "minisweagent/run/mini.py",
+}
+
+
+@dataclass
+class AnAgent:
+    """An endpoint that is none."""
+
+    base_url: str = "http://127.0.0.1:4321/e/TOKEN/v1"
+    api_key: str = "KEY"
+    answers: int = 0
+    environ: dict[str, str] = field(default_factory=lambda: {"OPENAI_API_KEY": "KEY"})
+
+    def trajectories(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("not for this test")
+
+    __aenter__ = __aexit__ = trajectories
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "set one of them"),
+        ({"harness": "codex", "command": ["x"]}, "set one of them"),
+        ({"harness": "aider"}, "'aider': use claude-code, codex, mini-swe-agent"),
+        ({"harness": "codex"}, "install codex into a folder"),
+        ({"harness": "codex", "program": "/nowhere"}, "no folder here"),
+        ({"command": ["x"], "timeout_s": 0}, "timeout_s is 0"),
+    ],
+)
+def test_options_that_start_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnusableTask, match=said):
+        HarnessAgent(**options)
+
+
+@pytest.mark.parametrize("name", list(PLACES))
+def test_a_harness_is_found_in_its_folder_and_knows_its_endpoint(tmp_path: Path, name: str) -> None:
+    place = tmp_path / PLACES[name]
+    place.parent.mkdir(parents=True)
+    place.touch()
+    agent = HarnessAgent(name, program=str(tmp_path), arguments=["-v"], environment={"A": "b"})
+    launch = agent.launch(AnAgent())
+    assert (launch.port, launch.mounts) == (4321, {PROGRAM: tmp_path})
+    assert "-v" in launch.argv
+    assert launch.environment.items() >= {("A", "b"), ("OPENAI_API_KEY", "KEY")}
+    assert HOME in launch.environment.values()
+    if name == "codex":
+        assert launch.argv[0] == f"{PROGRAM}/{PLACES[name]}"
+        provider = tomllib.loads(launch.files["config.toml"])["model_providers"]["mesh"]
+        assert provider["base_url"] == AnAgent.base_url
+
+
+async def test_an_endpoint_that_is_away_is_a_failure_of_the_machine(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    task = made(written(tmp_path / "task"))
+    machine = Machine(FakeContainers(), task.folder_of({"name": "task"}), task.limits)
+    await machine.start()
+    with pytest.raises(TaskFailure, match=r"endpoint_unreachable.*on one host"):
+        await Launch(["run"], port, 10.0).play(machine)
+    await machine.close()
+
+
+async def test_a_task_with_servers_is_refused_to_a_harness(tmp_path: Path) -> None:
+    servers = '[[environment.mcp_servers]]\nname = "s"\ntransport = "stdio"\ncommand = "s"\n'
+    text = f'[environment]\ndocker_image = "python:3.11-slim"\n{servers}'
+    task = made(written(tmp_path / "task", {"task.toml": text}))
+    episode = task.episode("train", 0)
+    launch = Launch(["run"], 1, 10.0).row
+    running = RunningEpisode(
+        task, type(episode)("harbor", "train", 0, {**episode.payload, **launch})
+    )
+    with pytest.raises(UnusableTask, match="MCP servers, which harnesses are not given"):
+        await running.begin()
+    await running.close()
