@@ -105,19 +105,19 @@ async def relayed(machine: Machine, port: int) -> AsyncIterator[list[str]]:
 
 @asynccontextmanager
 async def _relay(container: Container, port: int, unreachable: list[str]) -> AsyncIterator[None]:
-    connections: set[asyncio.Task[None]] = set()
+    connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "streams are served as tasks"
-        connections.add(task)
+        connections[task] = writer
         try:
             if len(connections) <= MOST_CONNECTIONS:
                 await _joined(reader, writer, port)
         except TaskFailure as failure:
             unreachable.append(failure.detail)
         finally:
-            connections.discard(task)
+            del connections[task]
             writer.close()
 
     server = await asyncio.start_server(connected, sock=await container.listen(port))
@@ -125,10 +125,9 @@ async def _relay(container: Container, port: int, unreachable: list[str]) -> Asy
         yield
     finally:
         server.close()
-        ending = list(connections)
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        for writer in connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*connections)
 
 
 async def _connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -161,7 +160,7 @@ async def _joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, po
 
 
 async def _pumped(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):  # as its end: the other side sees it too
+    with contextlib.suppress(OSError):  # as its end: the other side sees it too
         while content := await source.read(CHUNK):
             target.write(content)
             await target.drain()
