@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from gpu_limits import compute_dtype, host_memory, synchronize
-from gpu_parts import Bench, Row
-from measuring import random_qwen3
+from gpu_parts import Bench, Row, random_model
 from torch import Tensor
 
 from composer_mesh.actors.engines.embedded import EmbeddedEngine
@@ -96,18 +95,7 @@ def _layers(bench: Bench) -> int:
 def _engine(bench: Bench, layers: int) -> tuple[EmbeddedEngine, Version]:
     """Return an engine that has answered, and a version in pinned memory for it."""
     size, done = bench.size, list[Any]()
-    sizes = {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "tie_word_embeddings": False,
-    }
-    how = {"dtype": compute_dtype(bench.device), "attn_implementation": bench.attention}
-    model = random_qwen3(sizes, str(bench.device), **how).eval()
+    model = random_model(bench, layers, compute_dtype(bench.device)).eval()
     host = {}
     for name, one in model.state_dict().items():
         host[name] = host_memory(one.nbytes, bench.device).view(one.dtype).view(one.shape)
