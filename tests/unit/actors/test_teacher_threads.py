@@ -66,7 +66,7 @@ class ScriptedTeacher(SDPOTeacherActor):
 
     def __init__(self, script: Any) -> None:
         super().__init__()
-        self._teacher = self._receiver = script
+        self._loaded = self._receiver = script
         self._slots: Any = self
         self._follows = True
 

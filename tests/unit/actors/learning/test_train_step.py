@@ -376,7 +376,7 @@ def test_no_loss_or_figure_is_read_before_the_last_microbatch_has_ended(
     make: Make, rng: random.Random
 ) -> None:
     read = []
-    for budget in (400, 100_000):
+    for budget in (512, 100_000):
         model, step = make(replay=ALL_ON["replay"], trainer={"microbatch_tokens": budget})
         batch = replace(batch_of(model, rng, samples=8, pairs=3), views=[])
         with NumbersRead() as numbers:
