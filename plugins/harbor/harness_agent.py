@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.plugins.harbor.harness import HOME, PROGRAM, PROMPT, Launch
 from composer_mesh.plugins.harbor.machine import TaskFailure
 from composer_mesh.rollouts.tasks import Episode, StepResult
@@ -84,7 +85,8 @@ RECIPES: Mapping[str, Recipe] = {
     "mini-swe-agent": Recipe(
         "minisweagent/run/mini.py",
         lambda _: [
-            *("python3", "-m", "minisweagent.run.mini", "--yolo", "--exit-immediately"),
+            *python_module("minisweagent.run.mini", python="python3"),
+            *("--yolo", "--exit-immediately"),
             *("--model", f"openai/{MODEL}", "--output", f"{HOME}/trajectory.json"),
         ],
         {

@@ -169,7 +169,7 @@ class Machine:
         """Run a command of the agent in the working folder, as the agent's user."""
         if monitor.names_verifier(command):
             self.noted["names_verifier"] += 1
-        return await self.run_program([self.shell, "-c", command], timeout_s=timeout_s)
+        return await self.run_program([self.shell, *("-c", command)], timeout_s=timeout_s)
 
     async def run_program(
         self,

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from composer_mesh.mesh import programs
+from composer_mesh.mesh.environment import python_module
 from composer_mesh.plugins.code_tasks.command.sources import SourceDistribution
 
 FOR_TESTS = re.compile(r"tests?|testing|unit-?tests?")
@@ -241,7 +241,7 @@ def install(wheels: Sequence[Wheel], folder: Path, index_args: Sequence[str]) ->
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    command = python_module("pip", "--disable-pip-version-check", *arguments)
     done = programs.run(command, deadline_s=PIP_S, check=False)
     if done.status != 0:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]

@@ -30,6 +30,8 @@ STARTERS = {
     "mesh/hosts/guard.py": "becomes the program that it guards",
     "mesh/sandboxes/box_process.py": "becomes a box",
     "mesh/sandboxes/runner.py": "becomes a command in a box",
+    "plugins/harbor/containers/box_exec.py": "becomes a command in a container",
+    "plugins/harbor/containers/box_keeper.py": "becomes a box",
 }
 """Files that replace a process; all others start programs by `mesh.programs`."""
 
