@@ -181,7 +181,7 @@ def test_what_published_templates_are_taught_is_what_their_runs_read(
         ({"messages": [ASKED, SAID, SAID]}, "an assistant message is the first, or follows"),
         ({"messages": [ASKED, {"role": "assistant"}]}, "an assistant message is empty"),
         ({"messages": [{"role": "judge", "content": ""}, SAID]}, "has the role 'judge'"),
-        ({"messages": [ASKED, called("[1]")]}, "no JSON object"),
+        ({"messages": [ASKED, called("[1]")]}, "are not a JSON object"),
         ({"messages": [ASKED, called("{")]}, "are not JSON: send an object"),
         ({"messages": [ASKED, called({})], "tools": []}, "has tool_calls but the row has no tools"),
         ({"messages": [ASKED, SAID], "tools": [{"name": "a"}]}, "'tools' is .* but must be a list"),

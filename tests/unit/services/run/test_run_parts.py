@@ -79,7 +79,7 @@ class Mesh(SimpleNamespace):
     """A loaded mesh without rollout workers."""
 
     def __init__(self, *ranks: Rank) -> None:
-        none = dict.fromkeys(("teachers", "replay", "reference", "judges"))
+        none = dict.fromkeys(("teachers", "replay", "reference", "judges", "turns"))
         pools = {"generators": Generators([]), "environments": Pool([]), "rollouts": Pool([])}
         super().__init__(trainers=Ranks(*ranks), hints=None, **pools, **none)
 
