@@ -239,7 +239,7 @@ class BoxContainer:
             raise ContainerError(
                 "unsupported", "a container with the host's network has no own one"
             )
-        with self._ask({"do": "listen", "port": port}) as status:
+        with await self._ask({"do": "listen", "port": port}) as status:
             status.settimeout(END_S)
             try:
                 text, found, _, _ = await asyncio.to_thread(
