@@ -149,6 +149,9 @@ class FurtherChannels:
         found = step_loss(terms, own_weights(self.sdpo.alpha, self.replay.beta))
         losses = {name: float(loss) for name, loss in found.losses.items() if own[name]}
         _add(figures, {f"loss/{name}": loss for name, loss in losses.items()})
+        figures.update(
+            {name: float(one) for name, one in figures.items()}
+        )  # channels leave tensors
         return found.total()
 
     def _takes_part(self, has_some: bool, any_rank_has_some: bool) -> bool:
