@@ -204,7 +204,7 @@ def resolved_together(
     wheels: list[Wheel] = []
     kept: list[Requirement] = []
     for package, these in needs.items():
-        for some in (these, *([one] for one in these)):
+        for some in dict.fromkeys((tuple(these), *((one,) for one in these))) if these else ():
             try:
                 wheels = resolved([*kept, *some], pinned, left_out, index_args)
             except NeedsUnresolved as error:
@@ -212,7 +212,7 @@ def resolved_together(
                     say(f"{package}: {some[0]} is left out: {error}; install it with --folder")
                 continue
             kept += some
-            if some is these:
+            if len(some) == len(these):
                 break
     return wheels
 
@@ -222,6 +222,10 @@ def install(wheels: Sequence[Wheel], folder: Path, index_args: Sequence[str]) ->
 
     It replaces what was there when all of it is complete. Raises NeedsUnresolved.
     """
+    if folder.exists() and not (folder / PINS).is_file():
+        raise NeedsUnresolved(
+            f"{folder} is not a folder of ours: move it, or name another --output"
+        )
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
@@ -242,7 +246,10 @@ def install(wheels: Sequence[Wheel], folder: Path, index_args: Sequence[str]) ->
 
 def _pip(*arguments: str) -> None:
     command = python_module("pip", "--disable-pip-version-check", *arguments)
-    done = programs.run(command, deadline_s=PIP_S, check=False)
+    try:
+        done = programs.run(command, deadline_s=PIP_S, check=False)
+    except programs.ProgramFailed as failed:
+        raise NeedsUnresolved(str(failed)) from failed
     if done.status != 0:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         said = (lines or done.stderr.strip().splitlines() or ["pip fails and says nothing"])[-1]

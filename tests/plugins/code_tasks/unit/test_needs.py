@@ -105,6 +105,7 @@ def test_wheels_are_pinned_and_installed_without_the_packages_of_tasks(
     folder = tmp_path / "tasks.packages"
     folder.mkdir()
     (folder / "left_over.py").touch()
+    (folder / "requirements.txt").touch()
     install(wheels, folder, index)
     there = {one.name for one in folder.iterdir()}
     assert there >= {"liba.py", "libb.py", "requirements.txt"}
@@ -135,7 +136,27 @@ def test_a_failed_installation_leaves_what_was_there(
     folder = tmp_path / "tasks.packages"
     folder.mkdir()
     (folder / "kept.py").touch()
+    (folder / "requirements.txt").touch()
     with pytest.raises(NeedsUnresolved):
         install(wheels, folder, ("--no-index",))
     assert {one.name for one in tmp_path.iterdir()} == {"index", "tasks.packages"}
     assert (folder / "kept.py").exists()
+
+
+def test_one_requirement_that_does_not_fit_is_reported_once(index: tuple[str, ...]) -> None:
+    said: list[str] = []
+    assert (
+        resolved_together({"a": [Requirement("libc==9")], "b": []}, [], (), index, said.append)
+        == []
+    )
+    assert len(said) == 1
+
+
+def test_a_folder_of_the_user_is_not_replaced(index: tuple[str, ...], tmp_path: Path) -> None:
+    wheels = resolved_together({"a": [Requirement("libc")]}, [], (), index, print)
+    folder = tmp_path / "tasks.packages"
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    with pytest.raises(NeedsUnresolved, match="not a folder of ours"):
+        install(wheels, folder, index)
+    assert (folder / "notes.txt").exists()
