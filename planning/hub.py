@@ -2,17 +2,19 @@
 
 Endpoint, token, cache, offline mode and progress bars are its settings: HF_ENDPOINT, HF_TOKEN,
 HF_HOME, HF_HUB_OFFLINE and their like. Of a model's repository only files of the formats below are
-downloaded, and none of its folders: no pickles and no code.
+downloaded, and none of its folders: no pickles and no code. A dataset of folders is taken whole.
 """
 
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,6 +47,27 @@ def commit_of(named: HubId, key: str, kind: str) -> str:
     return _snapshot(named, key, [README], kind=kind).name
 
 
+def dataset_folder(named: HubId, key: str) -> Path:
+    """Return a folder with all files of a dataset, or the part of it that an id names.
+
+    They are files, not links into the cache. Raises ConfigError.
+    """
+    from huggingface_hub import constants
+
+    commits = Path(constants.HF_HOME, "composer-mesh", *named.repo.split("/"))
+    folder = commits / commit_of(named, key, "dataset")
+    if not folder.exists():
+        snapshot = _snapshot(named.at(folder.name), key, None, kind="dataset")
+        commits.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=commits) as scratch:
+            copy = Path(shutil.copytree(snapshot, Path(scratch) / "copy"))
+            if not folder.exists():  # another process may have been first
+                copy.rename(folder)
+    if not (folder / named.part).is_dir():
+        raise _refused(key, named, f"it has no folder {named.part!r}: correct what follows the :")
+    return folder / named.part
+
+
 def digest_of(named: HubId, key: str) -> str | None:
     """Return the SHA-256 of the file that an id names; None where no hub answers.
 
@@ -64,8 +87,13 @@ def cache_of(folder: Path) -> Path:
 
 
 def _snapshot(
-    named: HubId, key: str, wanted: list[str], cache_dir: Path | None = None, kind: str = "model"
+    named: HubId,
+    key: str,
+    wanted: list[str] | None,
+    cache_dir: Path | None = None,
+    kind: str = "model",
 ) -> Path:
+    """Return the folder of a commit with the wanted files, or with all of them if None."""
     from huggingface_hub import snapshot_download
 
     with refusing(named, key, kind):
@@ -75,7 +103,7 @@ def _snapshot(
             revision=named.revision or None,
             cache_dir=cache_dir,
             allow_patterns=wanted,
-            ignore_patterns=list(LEFT_OUT),
+            ignore_patterns=list(LEFT_OUT) if wanted is not None else None,
         )
     return Path(found)
 

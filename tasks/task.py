@@ -102,6 +102,9 @@ class Task:
     needs_sandbox: ClassVar[bool] = False
     """Whether the task runs code of agents, so that whoever plays it hands a sandbox in."""
 
+    reads_folder: ClassVar[bool] = False
+    """Whether `data.path` is a folder of files, or a dataset of such, instead of rows."""
+
     sandbox: Sandbox | None = None
     """Where the task runs code of agents; None where no episode is played, or none is needed."""
 

@@ -1,8 +1,8 @@
 """The task "harbor": folders in the public Harbor format, worked on and tested in containers.
 
-`data.path` is a folder of such tasks, or one of them. The containers are those of
-`environment.sandbox.kind = "containers"`. Rollouts that the monitor flags are reported, penalized
-or kept from training, as `data.options` say.
+`data.path` is a folder of such tasks, one of them, or a dataset of a hub. The containers are those
+of `environment.sandbox.kind = "containers"`. Rollouts that the monitor flags are reported,
+penalized or kept from training, as `data.options` say.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from composer_mesh.configs.hub import read_path
+from composer_mesh.configs.errors import ConfigError
+from composer_mesh.configs.hub import HubId, id_of, read_path
 from composer_mesh.configs.validation import first_error, validated
+from composer_mesh.planning.hub import dataset_folder
 from composer_mesh.plugins.harbor.containers.port import Containers
 from composer_mesh.plugins.harbor.machine import Limits
 from composer_mesh.plugins.harbor.monitor import FLAGGING, KINDS, VOIDING, flagged_by
@@ -126,6 +128,7 @@ class HarborTask(Task):
     session_class: ClassVar[type[HarborSession]] = HarborSession
     hint_templates: ClassVar[Mapping[str, str]] = HINTS
     needs_sandbox: ClassVar[bool] = True
+    reads_folder: ClassVar[bool] = True
 
     def __init__(self, **options: Any) -> None:
         self.options = HarborOptions.read(options)
@@ -161,13 +164,8 @@ class HarborTask(Task):
             raise UnusableTask(
                 f"task {self.name!r} needs a folder of Harbor tasks: set data.path to one"
             )
-        if isinstance(found, str):
-            raise UnusableTask(
-                f"data.path is {found!r}, no folder here. A dataset of the hub is rows, and "
-                f"a Harbor task is a folder: download it by hf download {found.split(':')[0]} "
-                "--repo-type dataset --local-dir DIR, and set data.path to DIR"
-            )
-        return found
+        named = id_of(found)
+        return found if isinstance(found, Path) or named is None else _downloaded(named)
 
     def _refuse_unset(self, folder: HarborFolder) -> None:
         """Raise UnusableTask where a task takes a variable that the options do not name."""
@@ -355,6 +353,14 @@ def _session(transcript: Transcript) -> HarborSession:
             "scored messages alone: let the workflow finish a session"
         )
     return cast(HarborSession, transcript.session)
+
+
+def _downloaded(named: HubId) -> Path:
+    """Return the folder of a dataset of a hub. Waits for its download where it is new."""
+    try:
+        return dataset_folder(named, "data.path")
+    except ConfigError as error:
+        raise UnusableTask(str(error)) from None
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

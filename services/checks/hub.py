@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.configs.data import DataConfig, MixedTask
 from composer_mesh.configs.errors import ConfigError, one_line, shown
 from composer_mesh.configs.hub import GGUF, HubId, ModelSource
 from composer_mesh.configs.paths import ids_in, models_in, with_sections
@@ -27,6 +28,7 @@ from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.programs import ProgramFailed, run
 from composer_mesh.planning import hub
 from composer_mesh.planning.model_folder import has_weights
+from composer_mesh.tasks.loading import task_class
 from composer_mesh.tasks.rows import COLUMN, read_rows
 
 
@@ -91,6 +93,8 @@ def hub_remarks(config: Config) -> Iterator[str]:
     for key, section, named in ids_in(config):
         if isinstance(section, ModelSource):
             more = _weights_of(section.folder_of(named.repo), named)
+        elif isinstance(section, DataConfig | MixedTask) and task_class(section.task).reads_folder:
+            more = "a folder of files"
         else:
             splits = Counter(row.get(COLUMN, "its only split") for row in read_rows(str(named)))
             more = ", ".join(f"{count} rows of {split}" for split, count in splits.items())
