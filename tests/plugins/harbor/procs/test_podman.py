@@ -120,3 +120,17 @@ async def test_a_real_podman_behaves_as_the_port_says(container: EngineContainer
     with pytest.raises(FileNotFoundError):
         await container.get("/tests", most_bytes=1000)
     await snapshot.remove()
+
+
+async def test_a_real_podman_lists_the_files_that_were_changed(container: EngineContainer) -> None:
+    before = await container.changes()
+    done = await container.run(
+        [
+            "sh",
+            "-c",
+            "mkdir -p /new/empty /w; echo x > /w/added; echo x >> /etc/passwd; rm /bin/cat",
+        ]
+    )
+    assert done.exit_code == 0, done.output
+    found = {path: how for path, how in (await container.changes()).items() if path not in before}
+    assert found == {"/w/added": "added", "/etc/passwd": "changed", "/bin/cat": "removed"}
