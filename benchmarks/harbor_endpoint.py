@@ -150,16 +150,16 @@ async def at_the_port(
 ) -> list[float]:
     """Send the requests of episodes, all of which begin their second turn together."""
 
-    async def asked(request: GenerationRequest) -> float:
+    async def answered(request: GenerationRequest) -> float:
         again = replace(request, request_id=f"direct-{request.request_id}")
         began = time.perf_counter()
         await engine.ask(again)
         return time.perf_counter() - began
 
     async def later_turns(requests: Sequence[GenerationRequest]) -> list[float]:
-        return [await asked(request) for request in requests[1:]]
+        return [await answered(request) for request in requests[1:]]
 
-    await asyncio.gather(*(asked(requests[0]) for requests in episodes))
+    await asyncio.gather(*(answered(requests[0]) for requests in episodes))
     found = await asyncio.gather(*map(later_turns, episodes))
     return [seconds for turns in found for seconds in turns]
 
@@ -182,11 +182,11 @@ async def measured_turns(quick: bool) -> dict[str, dict[str, float]]:
             check_continued(played)
             added = [
                 seconds - own
-                for episode, asked in zip(turns, played, strict=True)
-                for seconds, (_, _, own) in list(zip(episode, asked, strict=True))[1:]
+                for episode, sent in zip(turns, played, strict=True)
+                for seconds, (_, _, own) in list(zip(episode, sent, strict=True))[1:]
             ]
             engine.engine.drop_prefixes()
-            direct = await at_the_port(engine, [[one[0] for one in asked] for asked in played])
+            direct = await at_the_port(engine, [[one[0] for one in episode] for episode in played])
             turn = median(seconds for episode in turns for seconds in episode[1:])
             found[load.name] = {
                 "added_ms": median(added) * 1000,
