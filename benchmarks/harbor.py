@@ -1,12 +1,16 @@
-"""What a container without a daemon costs: first command, many at once, memory, snapshots.
+"""What a container without a daemon costs, and what the endpoint of a harness adds to a turn.
 
-    python benchmarks/harbor.py --json harbor.json
+    python benchmarks/harbor.py [--part containers | endpoint] [--quick] --json harbor.json
 
 The image is this interpreter, its standard library and some thirty programs. `unpack_to_tar` is
 the first use of the image (verified, unpacked, started, one command run) in relation to `tar -x`
 of the same layer. `command_to_bare` is a command in a container in relation to the same as a bare
 process, `start_to_bwrap` a start with its first command to bubblewrap alone on the same folder, and
 `snapshot_to_cp` a snapshot of 1,000 changed files to `cp -a` of them. Medians, in turns.
+
+`turn_to_port_...` are turns through the endpoint in relation to their requests at the generation
+port, for each protocol, streamed or whole, by the number of episodes at once and the length of the
+context (`harbor_endpoint.py`). `--quick` has those of one episode that are streamed.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from pathlib import Path
 from statistics import median
 
 import psutil
+from harbor_endpoint import LONG, measured_turns
 from report import Report, arguments
 
 from composer_mesh.mesh.private_folder import entered_folder
@@ -171,9 +176,9 @@ async def measured(
     return found
 
 
-def main() -> int:
-    options = arguments(__doc__.partition("\n")[0]).parse_args()
-    report, boxes = Report("harbor"), 50 if options.quick else 200
+def containers_part(report: Report, quick: bool) -> None:
+    """Measure containers."""
+    boxes = 50 if quick else 200
     folder = entered_folder()
     with tempfile.TemporaryDirectory(dir=folder) as inner:
         Path(inner).chmod(0o755)
@@ -181,7 +186,7 @@ def main() -> int:
 
         async def all_of_it() -> dict[str, float]:
             try:
-                return await measured(containers, Path(inner), boxes, 5 if options.quick else 20)
+                return await measured(containers, Path(inner), boxes, 5 if quick else 20)
             finally:
                 await containers.close()
 
@@ -200,17 +205,40 @@ def main() -> int:
         ("cp -a of as many", f"{found['cp_s'] * 1000:.0f} ms"),
     ]
     report.print_table("Containers of bubblewrap", ("", ""), rows)
-    report.figures = {
-        **found,
-        "boxes": boxes,
-        "layer": "overlay" if containers.overlays else "copy",
-    }
-    report.ratios = {
+    layer = "overlay" if containers.overlays else "copy"
+    report.figures |= {**found, "boxes": boxes, "layer": layer}
+    report.ratios |= {
         "unpack_to_tar": found["cold_s"] / found["tar_s"],
         "start_to_bwrap": found["start_ms"] / found["bwrap_ms"],
         "command_to_bare": found["command_ms"] / found["bare_ms"],
         "snapshot_to_cp": found["snapshot_s"] / found["cp_s"],
     }
+
+
+def endpoint_part(report: Report, quick: bool) -> None:
+    """Measure turns at the endpoint and at the generation port."""
+    found = asyncio.run(measured_turns(quick))
+    rows = []
+    for name, one in found.items():
+        ratio = one["turn_ms"] / (one["turn_ms"] - one["added_ms"])
+        report.ratios[f"turn_to_port_{name}"] = ratio
+        report.figures |= {f"{key}_{name}": value for key, value in one.items()}
+        shown = [f"{one[key]:.1f} ms" for key in ("added_ms", "turn_ms", "port_ms")]
+        rows.append((name.replace("_", " "), *shown, f"{ratio:.2f}"))
+    columns = ("turns", "added", "at the endpoint", "sent directly", "ratio")
+    report.print_table(f"Turns of {LONG:,} tokens (long) and of few", columns, rows)
+
+
+PARTS = {"containers": containers_part, "endpoint": endpoint_part}
+
+
+def main() -> int:
+    parser = arguments(__doc__.partition("\n")[0])
+    parser.add_argument("--part", choices=PARTS, help="measure this alone")
+    options = parser.parse_args()
+    report = Report("harbor")
+    for part in [options.part] if options.part else PARTS:
+        PARTS[part](report, options.quick)
     report.finish(options.json)
     return 0
 

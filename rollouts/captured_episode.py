@@ -21,6 +21,7 @@ leave it out when it renders a conversation anew.
 
 import hashlib
 import json
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,22 +66,23 @@ MOST_FORMATS = 32
 
 class ToolFormats:
     """Chat formats of one tokenizer by tools; a conversation with a system message of its own gets
-    none from the config."""
+    none from the config. Thread-safe."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        self.chat = chat
+        self.chat, self._lock = chat, threading.Lock()
         self._known: OrderedDict[tuple[str, bool], ChatFormat] = OrderedDict()
 
     def of(self, tools: list[dict[str, Any]], own_system: bool) -> ChatFormat:
         key = (json.dumps(tools), own_system)
-        if key not in self._known:
-            self._check(tools)
-            system = "" if own_system else self.chat.system
-            self._known[key] = self.chat.with_tools(tools, system)
-            if len(self._known) > MOST_FORMATS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+        with self._lock:
+            if key not in self._known:
+                self._check(tools)
+                system = "" if own_system else self.chat.system
+                self._known[key] = self.chat.with_tools(tools, system)
+                if len(self._known) > MOST_FORMATS:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            return self._known[key]
 
     def _check(self, tools: list[dict[str, Any]]) -> None:
         """Refuse control tokens, which the template would write into the prompt as such."""

@@ -137,7 +137,7 @@ class PrefixIndex:
         """Return the turn at the end of the longest known beginning, and its length."""
         found: tuple[CapturedTurn | None, int] = None, 0
         state, at = hashlib.sha256(), 0
-        for length in sorted(length for length in self._lengths if length <= len(sequence)):
+        for length in sorted(one for one in list(self._lengths) if one <= len(sequence)):
             state.update(_bytes(sequence[at:length]))
             at = length
             if (turn := received(self._known.get((length, state.digest()), []))) is not None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from jinja2 import TemplateError
 
@@ -30,6 +30,8 @@ from composer_mesh.rollouts.tool_calls import (
     text_before_calls,
 )
 from composer_mesh.rollouts.traces import Message
+
+T = TypeVar("T")
 
 NO_THOUGHT = f"\n{THINKING_ENDS}\n\n"
 """Closes a thought that a generation prompt has opened."""
@@ -341,8 +343,8 @@ def _common(rows: Sequence[Sequence[int]]) -> int:
     )
 
 
-async def encoded(messages: Sequence[Message], encode: Callable[[], list[int]]) -> list[int]:
-    """Return the ids that `encode` makes of messages; event loops continue while long ones are."""
+async def encoded(messages: Sequence[Message], encode: Callable[[], T]) -> T:
+    """Return what `encode` makes of messages; event loops continue while long ones are encoded."""
     if sum(len(str(message.get("content") or "")) for message in messages) < LONG_TEXT:
         return encode()
     return await asyncio.to_thread(encode)

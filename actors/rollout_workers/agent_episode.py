@@ -12,11 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
 from composer_mesh.rollouts.captured_turns import CapturedPrompt, CapturedTrajectory, CapturedTurn
+from composer_mesh.rollouts.chat import encoded
 from composer_mesh.rollouts.episode import Generation, Sample, Sampling, seed_of
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import Message
@@ -54,11 +56,14 @@ class TextQuestion:
     given: str | list[int]
 
 
+Question = ChatQuestion | TextQuestion
+
+
 @dataclass(frozen=True)
 class Ask:
     """What one request wants: `n` answers to each question."""
 
-    questions: Sequence[ChatQuestion | TextQuestion]
+    questions: Sequence[Question]
     n: int = 1
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
@@ -110,6 +115,8 @@ class AgentEpisode:
         self._failures: dict[SessionKey, Exception] = {}
         self._requested = self.sampled_tokens = 0
         self._ended = False
+        self._in_order = asyncio.Lock()
+        """Held while a prompt is made, so that a retry finds the request that it repeats."""
         self.base_url = self.api_key = ""
         """Where an agent reaches it, once an endpoint serves it."""
         self.responses: dict[str, list[Message]] = {}
@@ -144,7 +151,11 @@ class AgentEpisode:
         """
         if self._ended:
             raise EpisodeEnded
-        exchange = self._earlier((session, key), retry) or self._started(ask, key, session)
+        async with self._in_order:
+            exchange = self._earlier((session, key), retry)
+            if exchange is None:
+                prompts = await self._prompts(ask.questions, session, ask.stops)
+                exchange = self._started(ask, key, session, prompts)
         exchange.listeners += 1
         if exchange.timer is not None:
             exchange.timer.cancel()
@@ -165,8 +176,8 @@ class AgentEpisode:
         """Return how many tokens the prompt of a question has; raises UnusableMessages."""
         if self._ended:
             raise EpisodeEnded
-        captured = self._captured.get(session) or CapturedEpisode(self._format)
-        return len(_prompt(captured, question, ()).ids)
+        (prompt,) = await self._prompts([question], session, ())
+        return len(prompt.ids)
 
     def release(self, exchange: Exchange, sent: bool) -> None:
         """Say that a connection has sent the answers of an exchange, or was lost before."""
@@ -196,12 +207,23 @@ class AgentEpisode:
         lost = [one for one in usable if not one.listeners and not one.delivered]
         return next(iter(lost or (usable[::-1] if retry else [])), None)
 
-    def _started(self, ask: Ask, key: bytes, session: str) -> Exchange:
+    async def _prompts(
+        self, questions: Sequence[Question], session: str, stops: Sequence[str]
+    ) -> list[CapturedPrompt]:
+        """Return the prompts of questions; the event loop continues while long ones are made."""
         captured = self._captured.get(session) or CapturedEpisode(self._format)
-        prompts = [_prompt(captured, question, ask.stops) for question in ask.questions]
+        messages = [message for question in questions for message in _messages(question)]
+        make = partial(_prompt, captured, stops=stops)
+        return await encoded(messages, lambda: [make(question) for question in questions])
+
+    def _started(
+        self, ask: Ask, key: bytes, session: str, prompts: list[CapturedPrompt]
+    ) -> Exchange:
+        if self._ended:
+            raise EpisodeEnded
         self._check_turns(len(prompts) * ask.n)
         requests = [self._request(prompt, ask) for prompt in prompts for _ in range(ask.n)]
-        self._captured[session] = captured
+        captured = self._captured.setdefault(session, CapturedEpisode(self._format))
         sampling = self._sampled(ask, (session, key), captured, prompts, requests)
         exchange = Exchange(asyncio.create_task(sampling), captured)
         exchange.sampling.add_done_callback(_retrieve)
@@ -270,9 +292,14 @@ class AgentEpisode:
             exchange.sampling.cancel()
 
 
-def _prompt(
-    captured: CapturedEpisode, question: ChatQuestion | TextQuestion, stops: Sequence[str]
-) -> CapturedPrompt:
+def _messages(question: Question) -> list[Message]:
+    """Return what has to be encoded of a question."""
+    if isinstance(question, ChatQuestion):
+        return question.messages
+    return [{"role": "user", "content": question.given}] if isinstance(question.given, str) else []
+
+
+def _prompt(captured: CapturedEpisode, question: Question, stops: Sequence[str]) -> CapturedPrompt:
     if isinstance(question, ChatQuestion):
         return captured.chat_prompt(question.messages, question.tools, stops)
     return captured.text_prompt(question.given)
@@ -280,7 +307,7 @@ def _prompt(
 
 def _record(
     captured: CapturedEpisode,
-    question: ChatQuestion | TextQuestion,
+    question: Question,
     prompt: CapturedPrompt,
     result: GenerationResult,
     stops: Sequence[str],

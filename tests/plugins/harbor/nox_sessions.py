@@ -11,7 +11,7 @@ ENDPOINT = "tests/unit/actors/rollout_workers"
 
 @nox.session
 def harnesses(session: nox.Session) -> None:
-    """Claude Code, Codex and mini-swe-agent in boxes, and the newest SDKs against the endpoint."""
+    """Claude Code, Codex and mini-swe-agent in boxes and meshes, and the newest SDKs."""
     folder = environment(session)
     over(folder)
     session.install(NO_COMPILE, "--upgrade", "anthropic", "openai")
@@ -19,5 +19,6 @@ def harnesses(session: nox.Session) -> None:
     npm(session, *HARNESSES)
     files = (f"{ENDPOINT}/test_agent_endpoint.py", f"{ENDPOINT}/test_anthropic_messages.py")
     pytest(session, *files, "-rs", "-p", "no:cacheprovider", python=python_of(folder))
-    test = "tests/plugins/harbor/procs/test_harness_programs.py"
-    pytest(session, test, "-rs", COMPOSER_MESH_TEST_HARNESSES=folder)
+    procs = "tests/plugins/harbor/procs"
+    tests = (f"{procs}/test_harness_programs.py", f"{procs}/test_harness_mesh.py")
+    pytest(session, *tests, "-rs", COMPOSER_MESH_TEST_HARNESSES=folder)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from agent_templates import FAMILIES
@@ -31,7 +32,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
 )
 from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.rollouts.captured_episode import CaptureFormat
-from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.chat import LONG_TEXT, ChatFormat
 from composer_mesh.rollouts.episode import EpisodePlayer
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Trace
@@ -51,8 +52,10 @@ def generation(chat: ChatFormat) -> ScriptedGeneration:
     return ScriptedGeneration(chat, "one", "two", "three")
 
 
-def an_episode(chat: ChatFormat, generation: Any, retry_wait_s: float = 600.0) -> AgentEpisode:
-    sample = a_sample()
+def an_episode(
+    chat: ChatFormat, generation: Any, retry_wait_s: float = 600.0, **sampling: Any
+) -> AgentEpisode:
+    sample = a_sample(**sampling)
     return AgentEpisode(
         CaptureFormat.of(chat, 500), generation, sample, sample.sampling, retry_wait_s
     )
@@ -105,6 +108,46 @@ async def test_a_retry_gets_an_answer_that_was_sent_too(
     episode.release(first, sent=True)
     assert await episode.answer(ASK, b"k", True) is first
     assert said(await episode.answer(ASK, b"other", True)) == ["two"]
+
+
+class SlowlyRendered(ChatFormat):
+    """Renders no prompt before the event loop has continued."""
+
+    continued: ClassVar[threading.Event]
+
+    def first_prompt(self, messages: list[Message]) -> list[int]:
+        assert self.continued.wait(60)
+        return super().first_prompt(messages)
+
+
+async def test_the_loop_continues_while_a_long_prompt_is_made_and_a_retry_gets_its_answer(
+    chat: ChatFormat, generation: ScriptedGeneration
+) -> None:
+    SlowlyRendered.continued = threading.Event()
+    slow = SlowlyRendered(chat.tokenizer, [])
+    episode = an_episode(slow, generation, max_context=200_000)
+    long = Ask([ChatQuestion([{"role": "user", "content": "x" * LONG_TEXT}], [])])
+    asking = [asyncio.create_task(episode.answer(long, b"k", retry)) for retry in (False, True)]
+    asyncio.get_running_loop().call_soon(SlowlyRendered.continued.set)
+    first, second = await asyncio.gather(*asking)
+    assert first is second
+    assert len(generation.requests) == 1
+
+
+async def test_an_episode_that_ends_while_a_long_prompt_is_made_samples_nothing(
+    chat: ChatFormat, generation: ScriptedGeneration
+) -> None:
+    SlowlyRendered.continued = threading.Event()
+    slow = SlowlyRendered(chat.tokenizer, [])
+    episode = an_episode(slow, generation, max_context=200_000)
+    long = Ask([ChatQuestion([{"role": "user", "content": "x" * LONG_TEXT}], [])])
+    asking = asyncio.create_task(episode.answer(long, b"k", False))
+    await asyncio.sleep(0)
+    await episode.close()
+    SlowlyRendered.continued.set()
+    with pytest.raises(EpisodeEnded):
+        await asking
+    assert generation.requests == []
 
 
 async def test_equal_requests_at_the_same_time_are_two_samples(
