@@ -161,25 +161,27 @@ class HarborFolder:
     @cached_property
     def steps(self) -> tuple[TaskStep, ...]:
         """What is done one after the other in one container; at least one."""
+        if not self.toml.steps:
+            return (self._step("", self.folder, StepTable(name="only")),)
+        places = self.folder / "steps"
+        return tuple(self._step(one.name, places / one.name, one) for one in self.toml.steps)
+
+    def _step(self, name: str, folder: Path, own: StepTable) -> TaskStep:
+        """Return a step: its own table over those of the task."""
         toml = self.toml
-        artifacts = tuple(toml.artifacts)
-        if not toml.steps:
-            networks = _networks(toml, toml.verifier, StepTable(name="only"))
-            first = ("", self.folder, self, toml.agent, toml.verifier, {}, None, artifacts)
-            return (TaskStep(*first, *networks),)
-        return tuple(
-            TaskStep(
-                one.name,
-                self.folder / "steps" / one.name,
-                self,
-                toml.agent.model_copy(update=_stated(one.agent)),
-                verifier := _step_verifier(toml.verifier, one.verifier),
-                _thresholds(one.min_reward),
-                one.healthcheck,
-                (*artifacts, *one.artifacts),
-                *_networks(toml, verifier, one),
-            )
-            for one in toml.steps
+        verifier = _step_verifier(toml.verifier, own.verifier)
+        separate = verifier.environment if verifier.separate else None
+        return TaskStep(
+            name,
+            folder,
+            self,
+            toml.agent.model_copy(update=_stated(own.agent)),
+            verifier,
+            _thresholds(own.min_reward),
+            own.healthcheck,
+            (*toml.artifacts, *own.artifacts),
+            network_of(own.agent, toml.agent, toml.environment),
+            network_of(own.verifier, toml.verifier, separate or toml.environment),
         )
 
     @property
@@ -294,15 +296,6 @@ def _step_verifier(shared: VerifierTable, own: VerifierTable) -> VerifierTable:
     if own.environment is not None:
         stated["environment_mode"] = "separate"
     return shared.model_copy(update=stated)
-
-
-def _networks(toml: TaskToml, verifier: VerifierTable, step: StepTable) -> tuple[Network, Network]:
-    """Return the networks of the agent and of the verifier in a step."""
-    own = verifier.environment if verifier.separate else None
-    return (
-        network_of(step.agent, toml.agent, toml.environment),
-        network_of(step.verifier, toml.verifier, own or toml.environment),
-    )
 
 
 def _stated(table: Table) -> dict[str, Any]:
