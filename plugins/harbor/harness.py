@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from composer_mesh.plugins.harbor.containers.port import Container, FinishedCommand
+from composer_mesh.plugins.harbor.box_ports import Stream, joined, served
+from composer_mesh.plugins.harbor.containers.port import FinishedCommand
 from composer_mesh.plugins.harbor.machine import Machine, TaskFailure, user_of
 from composer_mesh.tasks.sandbox import MIB
 
@@ -31,8 +32,6 @@ PROGRAM = "/opt/harness"
 """Where the folder of the program is in the container."""
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
-MOST_CONNECTIONS = 64
-CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,14 @@ class Launch:
     """How a harness is started: its command, variables, files, the host's folder, its endpoint.
 
     `files` are put below `HOME`. `program` is bound to `PROGRAM`, read-only; empty for none. `port`
-    is that of the endpoint on this machine's loopback.
+    is that of the endpoint on this machine's loopback. `harness` names a known one.
     """
 
     argv: Sequence[str]
     port: int
     timeout_s: float
     program: str = ""
+    harness: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -98,39 +98,19 @@ async def relayed(machine: Machine, port: int) -> AsyncIterator[list[str]]:
     async with contextlib.AsyncExitStack() as opened:
         _, probe = await _connected(port)
         probe.close()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await joined(reader, writer, await _connected(port))
+            except TaskFailure as failure:
+                unreachable.append(failure.detail)
+
         if machine.settings.network != "host":
-            await opened.enter_async_context(_relay(machine.container, port, unreachable))
+            await opened.enter_async_context(served(machine.container, port, serve))
         yield unreachable
 
 
-@asynccontextmanager
-async def _relay(container: Container, port: int, unreachable: list[str]) -> AsyncIterator[None]:
-    connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "streams are served as tasks"
-        connections[task] = writer
-        try:
-            if len(connections) <= MOST_CONNECTIONS:
-                await _joined(reader, writer, port)
-        except TaskFailure as failure:
-            unreachable.append(failure.detail)
-        finally:
-            del connections[task]
-            writer.close()
-
-    server = await asyncio.start_server(connected, sock=await container.listen(port))
-    try:
-        yield
-    finally:
-        server.close()
-        for writer in connections.values():
-            writer.transport.abort()
-        await asyncio.gather(*connections)
-
-
-async def _connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connected(port: int) -> Stream:
     """Connect to the endpoint; raise TaskFailure where it is not on this machine, or has died."""
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -141,26 +121,3 @@ async def _connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWri
             f"the endpoint of the episode is not at {LOOPBACK}:{port} ({error}): rollout workers "
             "and environments have to be on one host",
         ) from None
-
-
-async def _joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-    """Pass bytes both ways until one side ends."""
-    theirs, ours = await _connected(port)
-    pumps = [
-        asyncio.ensure_future(_pumped(reader, ours)),
-        asyncio.ensure_future(_pumped(theirs, writer)),
-    ]
-    try:
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-        ours.close()
-
-
-async def _pumped(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # as its end: the other side sees it too
-        while content := await source.read(CHUNK):
-            target.write(content)
-            await target.drain()

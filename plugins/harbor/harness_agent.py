@@ -128,7 +128,7 @@ class HarnessAgent(Workflow):
             raise _wrong(f"timeout_s is {timeout_s}: use more than 0, up to {LONGEST_TIMEOUT_S:g}")
         if program and not Path(program).is_dir():
             raise _wrong(f"program is {program!r}, no folder here: install the harness into it")
-        self._recipe = RECIPES.get(harness)
+        self._harness, self._recipe = harness, RECIPES.get(harness)
         self._words = [*command, *arguments]
         if self._recipe is not None:
             found = _found(harness, program, self._recipe.program)
@@ -171,6 +171,7 @@ class HarnessAgent(Workflow):
             port,
             self._timeout_s,
             self._program,
+            self._harness,
             {
                 **agent.environ,
                 **(recipe.environment if recipe is not None else {}),

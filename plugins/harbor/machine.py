@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from composer_mesh.plugins.harbor.containers.port import (
     ContainerSettings,
     ContainerSnapshot,
     FinishedCommand,
+    NetworkKind,
 )
+from composer_mesh.plugins.harbor.proxy import Outside, proxied
 from composer_mesh.plugins.harbor.task_folder import (
     Files,
     HarborFolder,
@@ -29,7 +32,13 @@ from composer_mesh.plugins.harbor.task_folder import (
     image_of,
     resolved,
 )
-from composer_mesh.plugins.harbor.task_toml import EnvironmentTable, HealthcheckTable, User
+from composer_mesh.plugins.harbor.task_toml import (
+    NO_NETWORK,
+    EnvironmentTable,
+    HealthcheckTable,
+    Network,
+    User,
+)
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.sandbox import MIB, SandboxError
 
@@ -62,7 +71,7 @@ class Limits:
     """What containers may use where a task does not say, and what of this machine they may read.
 
     `variables` are those of this machine that `${NAME}` in a task may take. Without `public` no
-    container has a network.
+    container has a network; `outside` is where proxies of allowlists connect to.
     """
 
     agent_s: float = 3600.0
@@ -71,10 +80,20 @@ class Limits:
     start_s: float = 120.0
     public: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    outside: Outside = field(default_factory=Outside)
+
+    def network(self, stated: Network) -> Network:
+        """Return the network of a phase: what its task states, or none."""
+        return stated if self.public else NO_NETWORK
+
+
+def kind_of(network: Network) -> NetworkKind:
+    """Return what a container has of a phase's network: with an allowlist only a proxy."""
+    return "host" if network.mode == "public" else "none"
 
 
 def settings_of(
-    folder: HarborFolder, limits: Limits, own: EnvironmentTable | None = None
+    folder: HarborFolder, limits: Limits, network: Network, own: EnvironmentTable | None = None
 ) -> ContainerSettings:
     """Return the settings of a task's container, or of the `own` one of its verifier."""
     table = own or folder.toml.environment
@@ -86,7 +105,7 @@ def settings_of(
         memory_bytes=memory,
         storage_bytes=None if table.storage_mb is None else table.storage_mb * MIB,
         processes=limits.processes,
-        network="host" if limits.public and table.network_mode != "no-network" else "none",
+        network=kind_of(network),
         environment=resolved(table.env, limits.variables, f"{folder.name}: environment.env"),
         workdir=table.workdir,
         build_s=table.build_timeout_sec,
@@ -109,16 +128,19 @@ class Machine:
     ) -> None:
         """`mounts` are folders of this machine that the agent reads, by path in the container."""
         self.containers, self.folder, self.limits = containers, folder, limits
-        self.settings = replace(settings_of(folder, limits), mounts=mounts)
         self.place = 0
         """The present step, from 0."""
+        self.settings = replace(settings_of(folder, limits, self.network), mounts=mounts)
         self.workdir, self.shell = "/", "/bin/sh"
         self.programs: frozenset[str] = frozenset()
         self.noted: Counter[str] = Counter()
         """Findings on the agent's commands."""
         self.accepted: frozenset[str] = frozenset()
         """Paths that the task itself has changed, such as by the tests of an earlier step."""
+        self.variables: Mapping[str, str] = {}
+        """Those of the agent's commands, which name the proxy where there is one."""
         self._used_s = 0.0
+        self._proxy = AsyncExitStack()
         self._opened: Container | None = None
         self._kept: ContainerSnapshot | None = None
 
@@ -133,6 +155,16 @@ class Machine:
         return self.folder.steps[self.place]
 
     @property
+    def network(self) -> Network:
+        """The agent's network in the present step."""
+        return self.limits.network(self.step.agent_network)
+
+    @property
+    def tests_network(self) -> Network:
+        """The verifier's network in the present step."""
+        return self.limits.network(self.step.verifier_network)
+
+    @property
     def remaining_s(self) -> float:
         """Seconds that commands of the agent may still take in this step."""
         limit = self.step.agent.timeout_sec or self.limits.agent_s
@@ -141,17 +173,34 @@ class Machine:
     async def start(self) -> None:
         """Start the container and its first step. Raises SandboxError."""
         self.container = self._opened = await self.containers.start(self.settings)
+        await self._open_proxy()
         for folder in FOLDERS:
             await self.container.put({}, folder, owner=user_of(self.step.agent.user) or "root")
         await self._probe()
         if (check := self.folder.toml.environment.healthcheck) is not None:
-            await healthy(self.container, check)
+            await healthy(self.container, check, self.variables)
         await self.begin_step()
 
     async def begin_step(self) -> None:
         """Put the files of the present step in place, and run its setup and its healthcheck."""
         self._used_s = 0.0
-        await prepare_step(self.container, self.step, self.workdir)
+        await prepare_step(self.container, self.step, self.workdir, self.variables)
+
+    async def end_agent(self) -> None:
+        """End what the agent runs, and its way out."""
+        await self._proxy.aclose()
+        self.variables = {}
+        await self.container.stop_processes()
+
+    async def change_network(self, network: Network) -> None:
+        """Give the container what it has of a phase's network; nothing runs in it meanwhile."""
+        if (kind := kind_of(network)) != self.settings.network:
+            await self.container.stop_processes(kind)
+            self.settings = replace(self.settings, network=kind)
+
+    async def _open_proxy(self) -> None:
+        opened = proxied(self.container, self.network, self.limits.outside)
+        self.variables = await self._proxy.enter_async_context(opened)
 
     async def next_step(self) -> None:
         """Begin the step after the present one, without the tests of that."""
@@ -159,6 +208,8 @@ class Machine:
             await self.container.remove(path)
         await self.accept_changes()
         self.place += 1
+        await self.change_network(self.network)
+        await self._open_proxy()
         await self.begin_step()
 
     async def accept_changes(self) -> None:
@@ -189,7 +240,7 @@ class Machine:
             stdin=stdin,
             timeout_s=min(timeout_s, max(self.remaining_s, 0.1)),
             user=user_of(self.step.agent.user),
-            environment=environment,
+            environment={**self.variables, **environment},
             workdir=self.workdir,
             output_bytes=output_bytes,
         )
@@ -216,6 +267,7 @@ class Machine:
         """End the container and remove what was kept of it."""
         opened, self._opened = self._opened, None
         try:
+            await self._proxy.aclose()
             if opened is not None:
                 await opened.close()
         finally:
@@ -240,7 +292,9 @@ class Machine:
         self.programs = frozenset(line for line in lines[2:] if "/" not in line)
 
 
-async def prepare_step(container: Container, step: TaskStep, workdir: str) -> None:
+async def prepare_step(
+    container: Container, step: TaskStep, workdir: str, variables: Mapping[str, str]
+) -> None:
     """Put a step's files into the working folder, run its setup.sh, wait until it is healthy."""
     files = await asyncio.to_thread(step.workdir)
     user = user_of(step.agent.user)
@@ -249,12 +303,16 @@ async def prepare_step(container: Container, step: TaskStep, workdir: str) -> No
         await put(container, replace(files, executable=programs), workdir, user or "root")
     if "setup.sh" in files.contents:
         done = await container.run(
-            [f"{workdir.rstrip('/')}/setup.sh"], timeout_s=SETUP_S, user=user, workdir=workdir
+            [f"{workdir.rstrip('/')}/setup.sh"],
+            timeout_s=SETUP_S,
+            user=user,
+            environment=variables,
+            workdir=workdir,
         )
         if done.exit_code != 0:
             raise TaskFailure("setup", f"setup.sh of step {step.name!r} failed: {said(done)}")
     if step.healthcheck is not None:
-        await healthy(container, step.healthcheck)
+        await healthy(container, step.healthcheck, variables)
 
 
 async def put(container: Container, files: Files, folder: str, owner: str = "root") -> None:
@@ -262,7 +320,9 @@ async def put(container: Container, files: Files, folder: str, owner: str = "roo
     await container.put(files.contents, folder, executable=files.executable, owner=owner)
 
 
-async def healthy(container: Container, check: HealthcheckTable) -> None:
+async def healthy(
+    container: Container, check: HealthcheckTable, variables: Mapping[str, str]
+) -> None:
     """Wait until a healthcheck ends with 0; raise TaskFailure after its retries.
 
     Failures within the start period do not count.
@@ -273,6 +333,7 @@ async def healthy(container: Container, check: HealthcheckTable) -> None:
         done = await container.run(
             ["/bin/sh", "-c", check.command],
             timeout_s=check.timeout_sec,
+            environment=variables,
             output_bytes=SHORT_OUTPUT,
         )
         if done.exit_code == 0:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from composer_mesh.plugins.harbor.containers.port import FinishedCommand
 from composer_mesh.plugins.harbor.harness import Launch
+from composer_mesh.plugins.harbor.harness_mcp import with_servers
 from composer_mesh.plugins.harbor.machine import Machine, said
 from composer_mesh.plugins.harbor.mcp_programs import McpPrograms
 from composer_mesh.plugins.harbor.monitor import flagged_by
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from composer_mesh.plugins.harbor.task import HarborTask
 
 LONGEST_SHOWN = 200
-NO_SERVERS = (
-    "Harbor task {0!r} has MCP servers, which harnesses are not given: leave it out of data.path, "
-    "or play it without rollouts.workflow"
-)
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 Command = Annotated[str, Field(min_length=1, max_length=100_000)]
 Path = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -76,17 +73,20 @@ class HarborSession(Session):
         self._servers: McpPrograms | None = None
 
     async def start(self) -> None:
-        """Start the container, then the MCP servers. Waits for both; raises SandboxError."""
+        """Start the container, then the MCP servers. Waits for both; raises SandboxError.
+
+        A harness starts these itself: it gets them in its configuration.
+        """
         folder = self.task.folder_of(self.row)
-        self._harness = Launch.of(self.row)
-        mounts = {} if self._harness is None else self._harness.mounts
+        servers, launch = folder.toml.environment.mcp_servers, Launch.of(self.row)
+        if launch is not None:
+            self._harness = with_servers(launch, folder.name, servers)
+        mounts = {} if launch is None else launch.mounts
         self.machine = Machine(self.task.containers, folder, self.task.limits, mounts)
         try:
             with waiting_for_others():
                 await self.machine.start()
-                if servers := folder.toml.environment.mcp_servers:
-                    if self._harness is not None:
-                        raise UnusableTask(NO_SERVERS.format(folder.name))
+                if servers and launch is None:
                     self._servers = McpPrograms(self.machine, servers)
                     await self._servers.start()
         except BaseException:

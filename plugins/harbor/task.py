@@ -63,7 +63,8 @@ class HarborOptions(BaseModel):
     listed by check."""
 
     network: Literal["none", "task"] = "none"
-    """"task" gives a container the host's network where its task has one; "none" gives none."""
+    """"task" gives each phase what its task states: the host's network, a proxy with a list of
+    hosts, or none; "none" gives none to all."""
 
     variables: Annotated[tuple[str, ...], Field(strict=False, max_length=200)] = ()
     """Environment variables of this machine that `${NAME}` in a task.toml may take."""
@@ -137,7 +138,9 @@ class HarborTask(Task):
     def load(self) -> None:
         path = self._path()
         every = read_folders(path)
-        self._left_out = {one.name: why for one in every if (why := "; ".join(one.problems()))}
+        networks = self.options.network == "task"
+        problems = {one.name: "; ".join(one.problems(networks)) for one in every}
+        self._left_out = {name: why for name, why in problems.items() if why}
         if self._left_out and self.options.unsupported == "refuse":
             raise UnusableTask(
                 f"{len(self._left_out)} of {len(every)} Harbor tasks in {path} cannot be played "
@@ -249,11 +252,11 @@ class HarborTask(Task):
             remarks.append(f"{len(self._left_out)} tasks are left out: {_listed(self._left_out)}")
         if unknown := {one.name: ", ".join(one.unknown) for one in folders if one.unknown}:
             remarks.append(f"keys that the format does not have are ignored: {_listed(unknown)}")
-        public = sum(one.toml.environment.network_mode != "no-network" for one in folders)
+        public = sum(one.may_have_network for one in folders)
         if public and self.options.network == "none":
             remarks.append(
                 f"{public} tasks may have a network and get none: data.options.network = 'task' "
-                "gives them that of this machine"
+                "gives them what they state"
             )
         if len(folders) == 1:
             remarks.append("it is trained and evaluated on the same task: success says no more")
@@ -262,11 +265,19 @@ class HarborTask(Task):
         return remarks
 
     async def check_sandbox(self, sandbox: Sandbox) -> None:
-        """Raise UnusableTask for a sandbox that has no containers."""
+        """Raise UnusableTask for a sandbox without containers, or without what a task needs."""
         if not hasattr(sandbox, "start"):
             raise UnusableTask(
                 f"task {self.name!r} plays each episode in a container, and the sandbox of the "
                 'config has none: set environment.sandbox.kind to "containers"'
+            )
+        needing = [one.name for one in self._folders.values() if one.needs_own_loopback]
+        if needing and not getattr(sandbox, "own_loopback", False):
+            raise UnusableTask(
+                f"{len(needing)} Harbor tasks, such as {needing[0]!r}, have an allowlist or a "
+                "network for a single phase, which Podman and Docker are not given here: set "
+                "backend to 'bubblewrap' in environment.sandbox.options, or leave them out of "
+                "data.path"
             )
 
     @property

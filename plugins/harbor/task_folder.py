@@ -21,9 +21,12 @@ from composer_mesh.plugins.harbor.task_toml import (
     ArtifactTable,
     EnvironmentTable,
     HealthcheckTable,
+    Network,
+    StepTable,
     Table,
     TaskToml,
     VerifierTable,
+    network_of,
     read_task_toml,
     unsupported,
 )
@@ -98,6 +101,8 @@ class TaskStep:
     min_reward: Mapping[str, float]
     healthcheck: HealthcheckTable | None
     artifacts: tuple[ArtifactTable, ...]
+    agent_network: Network
+    verifier_network: Network
 
     @property
     def instruction(self) -> str:
@@ -156,23 +161,27 @@ class HarborFolder:
     @cached_property
     def steps(self) -> tuple[TaskStep, ...]:
         """What is done one after the other in one container; at least one."""
+        if not self.toml.steps:
+            return (self._step("", self.folder, StepTable(name="only")),)
+        places = self.folder / "steps"
+        return tuple(self._step(one.name, places / one.name, one) for one in self.toml.steps)
+
+    def _step(self, name: str, folder: Path, own: StepTable) -> TaskStep:
+        """Return a step: its own table over those of the task."""
         toml = self.toml
-        artifacts = tuple(toml.artifacts)
-        if not toml.steps:
-            only = TaskStep("", self.folder, self, toml.agent, toml.verifier, {}, None, artifacts)
-            return (only,)
-        return tuple(
-            TaskStep(
-                one.name,
-                self.folder / "steps" / one.name,
-                self,
-                toml.agent.model_copy(update=_stated(one.agent)),
-                _step_verifier(toml.verifier, one.verifier),
-                _thresholds(one.min_reward),
-                one.healthcheck,
-                (*artifacts, *one.artifacts),
-            )
-            for one in toml.steps
+        verifier = _step_verifier(toml.verifier, own.verifier)
+        separate = verifier.environment if verifier.separate else None
+        return TaskStep(
+            name,
+            folder,
+            self,
+            toml.agent.model_copy(update=_stated(own.agent)),
+            verifier,
+            _thresholds(own.min_reward),
+            own.healthcheck,
+            (*toml.artifacts, *own.artifacts),
+            network_of(own.agent, toml.agent, toml.environment),
+            network_of(own.verifier, toml.verifier, separate or toml.environment),
         )
 
     @property
@@ -180,9 +189,24 @@ class HarborFolder:
         """Whether every step has a solution/solve.sh."""
         return all(step.has_oracle for step in self.steps)
 
-    def problems(self) -> Iterator[str]:
-        """Yield why the task cannot be played here; nothing if it can."""
+    @property
+    def may_have_network(self) -> bool:
+        """Whether a phase has a network."""
+        networks = [(step.agent_network, step.verifier_network) for step in self.steps]
+        return any(one.mode != "no-network" for pair in networks for one in pair)
+
+    @property
+    def needs_own_loopback(self) -> bool:
+        """Whether a phase has a list of hosts, or two in one container have other networks."""
+        agents = {step.agent_network for step in self.steps}
+        shared = {step.verifier_network for step in self.steps if not step.verifier.separate}
+        every = {*agents, *(step.verifier_network for step in self.steps)}
+        return len(agents | shared) > 1 or any(one.mode == "allowlist" for one in every)
+
+    def problems(self, networks: bool) -> Iterator[str]:
+        """Yield why the task cannot be played here, with networks or without; nothing if it can."""
         yield from unsupported(self.toml)
+        yield from self._network_problems(networks)
         environment = self.folder / "environment"
         for file in sorted(environment.glob("*")):
             if COMPOSE.fullmatch(file.name):
@@ -199,6 +223,20 @@ class HarborFolder:
                 yield f"{where} is a symbolic link, which names nothing in a container"
         for step in self.steps:
             yield from step.missing()
+
+    def _network_problems(self, networks: bool) -> Iterator[str]:
+        if self.needs_own_loopback and not networks:
+            yield (
+                "it has an allowlist, or a network for a single phase, and data.options.network is "
+                "'none': set it to 'task'"
+            )
+        own = network_of(self.toml.environment)
+        for step in self.steps:
+            if step.agent_network != own and (step.folder / "workdir" / "setup.sh").is_file():
+                yield (
+                    f"setup.sh of step {step.name!r} would have the network of the agent, which is "
+                    f"{step.agent_network.mode!r} while that of the environment is {own.mode!r}"
+                )
 
     def gold(self, environment: Mapping[str, str], command_s: int, agent_s: int) -> list[str]:
         """Return the calls that play the oracle solution of every step, which all have one.

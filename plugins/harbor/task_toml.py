@@ -11,6 +11,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -25,6 +26,7 @@ from pydantic import (
 )
 
 from composer_mesh.configs.validation import first_error, validated
+from composer_mesh.plugins.harbor.allowlist import Allowlist
 from composer_mesh.tasks.errors import UnusableTask, shown
 
 NEWEST = (1, 4)
@@ -61,7 +63,25 @@ class Phase(Table):
                 f"allowed_hosts is set but network_mode is {self.network_mode or 'not set'}: set "
                 'network_mode to "allowlist", or remove allowed_hosts'
             )
+        Allowlist.of(self.allowed_hosts or [])
         return self
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a phase of a task may reach: everything, nothing, or the hosts of a list."""
+
+    mode: NetworkMode = "public"
+    hosts: tuple[str, ...] = ()
+
+
+NO_NETWORK = Network("no-network")
+
+
+def network_of(*phases: Phase) -> Network:
+    """Return the network of the first table that states one; "public" where none does."""
+    stated = next((one for one in phases if one.network_mode is not None), Phase())
+    return Network(stated.network_mode or "public", tuple(stated.allowed_hosts or ()))
 
 
 class AuthorTable(Table):
@@ -359,7 +379,6 @@ def unsupported(toml: TaskToml) -> Iterator[str]:
         for hook in verifier.collect:
             if hook.service != "main":
                 yield f"{where}.collect runs in the service {hook.service!r}, which Compose starts"
-    yield from _phases(toml)
     steps = toml.steps or []
     for artifact in [*toml.artifacts, *(one for step in steps for one in step.artifacts)]:
         if artifact.service not in (None, "main"):
@@ -373,29 +392,11 @@ def _of_environment(where: str, table: EnvironmentTable) -> Iterator[str]:
         yield f"{where} asks for accelerators, and containers here have none"
     if table.skills_dir is not None:
         yield f"{where}.skills_dir is set, and agents here take no skills"
-    if table.network_mode == "allowlist":
-        yield f"{where}.network_mode is 'allowlist', and no back end here filters hosts"
     for server in table.mcp_servers:
         if server.transport != "stdio":
             yield (
                 f"{where}.mcp_servers has {server.name!r} with transport {server.transport!r}, "
                 "and only stdio servers, which run in the container, are started"
-            )
-
-
-def _phases(toml: TaskToml) -> Iterator[str]:
-    """Yield networks of single phases: a container has one network for all of its life."""
-    own = toml.environment.network_mode or "public"
-    agents = [
-        ("agent", toml.agent),
-        *((f"steps.{s.name}.agent", s.agent) for s in toml.steps or []),
-    ]
-    shared = [(where, one) for where, one in _verifiers(toml) if not one.separate]
-    for where, phase in [*agents, *shared]:
-        if phase.network_mode not in (None, own):
-            yield (
-                f"{where}.network_mode is {phase.network_mode!r} but that of the environment is "
-                f"{own!r}, and a container has one network for all phases"
             )
 
 

@@ -31,11 +31,13 @@ from composer_mesh.plugins.harbor.containers.port import (
 from composer_mesh.plugins.harbor.machine import (
     SETUP_S,
     Machine,
+    kind_of,
     prepare_step,
     put,
     settings_of,
     user_of,
 )
+from composer_mesh.plugins.harbor.proxy import proxied
 from composer_mesh.plugins.harbor.rewards import VerifierFault, read_rewards, reward_of
 from composer_mesh.plugins.harbor.task_folder import Files, TaskStep, resolved
 from composer_mesh.tasks.sandbox import MIB, SandboxError
@@ -92,14 +94,16 @@ class Verifier:
                 ["/bin/sh", "-c", hook.command],
                 timeout_s=hook.timeout_sec,
                 user=user_of(hook.user),
+                environment=machine.variables,
             )
-        await machine.container.stop_processes()
+        await machine.end_agent()
         artifacts = None
         if step.verifier.separate:
             artifacts = await artifacts_of(machine, step)
             await machine.release()  # two containers of one episode could wait for each other
         else:
             findings.update(await inspect(machine))
+            await machine.change_network(machine.tests_network)
         verdict = await self._verdict(machine, artifacts, findings)
         await machine.resume()
         return verdict
@@ -148,13 +152,14 @@ class Verifier:
         if tests.contents:
             await container.remove(TESTS)
             await put(container, Files(tests.contents, {*tests.executable, "test.sh"}), TESTS)
-        done = await container.run(
-            _command(tests),
-            timeout_s=step.verifier.timeout_sec * patience,
-            user=user,
-            environment=_environment(machine),
-            output_bytes=OUTPUT,
-        )
+        async with proxied(container, machine.tests_network, machine.limits.outside) as variables:
+            done = await container.run(
+                _command(tests),
+                timeout_s=step.verifier.timeout_sec * patience,
+                user=user,
+                environment={**variables, **_environment(machine)},
+                output_bytes=OUTPUT,
+            )
         await container.stop_processes()
         try:
             files = await container.get(LOGS, most_bytes=MOST_RESULTS)
@@ -193,11 +198,16 @@ class Verifier:
             return
         if not step.verifier.separate:
             await machine.release()
-        own = _verifier_settings(machine) if step.verifier.separate else machine.settings
+        own = replace(machine.settings, network=kind_of(machine.network))
+        if step.verifier.separate:
+            own = _verifier_settings(machine)
         container = await machine.containers.start(own)
         try:
             if not step.verifier.separate:
-                await prepare_step(container, step, machine.workdir)
+                outside = machine.limits.outside
+                async with proxied(container, machine.network, outside) as variables:
+                    await prepare_step(container, step, machine.workdir, variables)
+                await container.stop_processes(kind_of(machine.tests_network))
             await self._tested(machine, container, Counter(), 2.0)
         except VerifierFault:
             what = f"tests of Harbor task {name!r} give no reward on any machine"
@@ -260,7 +270,9 @@ def _excluded(path: str, patterns: list[str]) -> bool:
 def _verifier_settings(machine: Machine) -> ContainerSettings:
     """Return the settings of a separate verifier's container."""
     step = machine.step
-    settings = settings_of(machine.folder, machine.limits, step.verifier.environment)
+    settings = settings_of(
+        machine.folder, machine.limits, machine.tests_network, step.verifier.environment
+    )
     if step.tests_image is None:
         return settings
     return replace(settings, image=ImageSource(build=step.tests_image))

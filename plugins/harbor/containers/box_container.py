@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from composer_mesh.plugins.harbor.containers.port import (
     ContainerError,
     ContainerSettings,
     FinishedCommand,
+    NetworkKind,
     TooLarge,
     inside,
 )
@@ -257,13 +258,17 @@ class BoxContainer:
             return await asyncio.to_thread(layer_changes, upper, self.lowers)
         return await asyncio.to_thread(copy_changes, upper, self.lowers[-1])
 
-    async def stop_processes(self) -> None:
+    async def stop_processes(self, network: NetworkKind | None = None) -> None:
         """End all processes by ending the box, which starts again on its files."""
-        with await self._ask({"do": "restart"}) as status:
+        self._settings = replace(self._settings, network=network or self._settings.network)
+        host = self._settings.network == "host"
+        with await self._ask({"do": "restart", "host_network": host}) as status:
             report = self._alive(await report_of(status))
         if "ended" in report:
             raise ContainerError("container_died", f"it did not start again: {report['error']}")
         self._outputs.close()
+        if network == "host":  # whatever is there: names are looked up as this machine does it
+            await self.put({path.lstrip("/"): one for path, one in resolver().items()}, "/")
 
     async def look(self, path: str) -> tuple[str, bool]:
         """Return where a path really leads in the container, and whether a folder is there."""
@@ -351,11 +356,13 @@ class BoxContainer:
 
 def host_files(network: bool) -> dict[str, bytes]:
     """Return the files of names that an image leaves to whoever runs it."""
-    resolver = Path("/etc/resolv.conf")
-    found = {"/etc/hosts": HOSTS}
-    if network and resolver.exists():
-        found[str(resolver)] = resolver.read_bytes()
-    return found
+    return {"/etc/hosts": HOSTS, **(resolver() if network else {})}
+
+
+def resolver() -> dict[str, bytes]:
+    """Return the file that names this machine's resolver, if there is one."""
+    file = Path("/etc/resolv.conf")
+    return {str(file): file.read_bytes()} if file.exists() else {}
 
 
 def how_ended(report: Mapping[str, Any], late: bool) -> tuple[str, int | None]:

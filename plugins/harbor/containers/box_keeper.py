@@ -197,11 +197,12 @@ class ContainerKeeper:
                 box.status.send(json.dumps(report).encode(), socket.MSG_NOSIGNAL)
 
     def _restart(self, request: dict[str, Any], status: socket.socket, _: list[int]) -> None:
-        """End all processes of a container, and start it again on its files."""
+        """End all processes of a container, and start it again on its files, with a network."""
         box = self._boxes.get(request["name"])
         if box is None or box.restarts or box.waits is not None:
             return tell(status, {"died": True})
         box.waits, box.restarts = status, True
+        box.request["host_network"] = request["host_network"]
         kill(box)
         return None
 

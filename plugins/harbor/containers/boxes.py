@@ -58,6 +58,8 @@ KEEPER = (
 class BoxContainers:
     """Starts containers in boxes, `most` at once, from images in the folder `cache`."""
 
+    own_loopback = True
+
     def __init__(
         self,
         most: int = MOST_CONTAINERS,

@@ -38,6 +38,7 @@ from composer_mesh.plugins.harbor.containers.port import (
     ContainerSnapshot,
     FinishedCommand,
     ImageSource,
+    NetworkKind,
     TooLarge,
     inside,
 )
@@ -74,6 +75,8 @@ class EngineSnapshot:
 
 class EngineContainers:
     """Starts containers of a daemon, `most` at once."""
+
+    own_loopback = False
 
     def __init__(
         self,
@@ -296,8 +299,10 @@ class EngineContainer:
     async def _is_folder(self, path: str) -> bool:
         return bool(int((await self._stat(path)).get("mode") or 0) & MODE_FOLDER)
 
-    async def stop_processes(self) -> None:
+    async def stop_processes(self, network: NetworkKind | None = None) -> None:
         """End all processes by a restart."""
+        if network not in (None, self._settings.network):
+            raise ContainerError("unsupported", f"a change of the network: {ONLY_BOXES}")
         path = f"/containers/{self._id}/restart"
         await self._api.call("POST", path, "container_died", params={"t": "0"})
 

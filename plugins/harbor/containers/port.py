@@ -29,6 +29,7 @@ Kind = Literal[
     "unsupported",  # settings that this back end cannot meet
 ]
 Change = Literal["added", "changed", "removed"]
+NetworkKind = Literal["none", "host"]
 OUTPUT_BYTES = 4 * MIB
 
 
@@ -84,7 +85,7 @@ class ContainerSettings:
     memory_bytes: int | None = None
     storage_bytes: int | None = None
     processes: int = 512
-    network: Literal["none", "host"] = "none"
+    network: NetworkKind = "none"
     environment: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
     user: str | None = None
@@ -171,8 +172,12 @@ class Container(Protocol):
         These are files and links; a folder that was removed whole is one path. Mode counts.
         """
 
-    async def stop_processes(self) -> None:
-        """End every process that commands started; files stay. Waits until all are gone."""
+    async def stop_processes(self, network: NetworkKind | None = None) -> None:
+        """End every process that commands started; files stay. Waits until all are gone.
+
+        The container has another `network` afterwards if one is given. Raises ContainerError:
+        "unsupported" where a back end cannot change it.
+        """
 
     async def snapshot(self) -> ContainerSnapshot:
         """Copy the files. What processes write meanwhile may be in it or not."""
@@ -183,6 +188,9 @@ class Container(Protocol):
 
 class Containers(Protocol):
     """A back end; one of a process, with a bounded number of containers at once."""
+
+    own_loopback: bool
+    """Whether `listen` and a change of the network work."""
 
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
         """Pull, unpack or build an image; return the identity of its content."""

@@ -7,6 +7,7 @@ decide at each point what fails; the clock is the one of the commands alone.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from composer_mesh.plugins.harbor.containers.port import (
     ContainerSettings,
     FinishedCommand,
     ImageSource,
+    NetworkKind,
     TooLarge,
 )
 from composer_mesh.plugins.harbor.machine import PROBE
@@ -156,8 +158,12 @@ class FakeContainer:
         added = dict.fromkeys([*(self.files.keys() - image.keys()), *self.links], "added")
         return {**changed, **added, **dict.fromkeys(image.keys() - self.files.keys(), "removed")}
 
-    async def stop_processes(self) -> None:
-        self._at("stop")
+    async def listen(self, port: int) -> socket.socket:
+        self._at(f"listen {port}")
+        return socket.create_server(("127.0.0.1", 0))
+
+    async def stop_processes(self, network: NetworkKind | None = None) -> None:
+        self._at("stop" if network is None else f"stop {network}")
         for late in self.background:
             late(self)
         self.background.clear()
@@ -186,6 +192,7 @@ class FakeContainers:
     image: dict[str, bytes] = field(default_factory=lambda: dict(IMAGE))
     most: int = 1
     made: list[FakeContainer] = field(default_factory=list)
+    own_loopback: bool = True
 
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
         return str(image)

@@ -1,6 +1,7 @@
-"""A harness of forty lines that speaks the Messages API; it runs in a box, with no package.
+"""A small harness that speaks the Messages API and MCP; it runs in a box, with no package.
 
-It notes in reached.txt what else than its endpoint it reached: ports of the machine, its folder.
+Its tools are a shell, and those of the servers in the file that a variable names. It notes in
+reached.txt what else than its endpoint it reached: ports of the machine, its folder.
 """
 
 import json
@@ -34,8 +35,57 @@ def reached(port: int) -> list[str]:
     return found
 
 
-def answered(messages: list) -> dict:
-    body = {"model": "m", "max_tokens": 500, "messages": messages, "tools": [TOOL]}
+class Server:
+    """A server of MCP, as a process of this harness."""
+
+    def __init__(self, command: str, args: list) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([command, *args], text=True, **pipes)
+        client = {"name": "small", "version": "1"}
+        hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client}
+        self.result("initialize", hello)
+        self.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+
+    def send(self, message: dict) -> None:
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def result(self, method: str, params: dict) -> dict:
+        self.send({"jsonrpc": "2.0", "id": 1, "method": method, "params": params})
+        return json.loads(self.process.stdout.readline())["result"]
+
+    def called(self, tool: str, arguments: dict) -> str:
+        said = self.result("tools/call", {"name": tool, "arguments": arguments})
+        return said["content"][0]["text"]
+
+
+def servers() -> dict:
+    """Start the servers of the task by their names."""
+    file = os.environ.get("COMPOSER_MESH_MCP_CONFIG")
+    listed = json.loads(Path(file).read_text())["mcpServers"] if file else {}
+    return {name: Server(one["command"], one["args"]) for name, one in listed.items()}
+
+
+def offered(started: dict) -> list:
+    tools = [TOOL]
+    for name, server in started.items():
+        for one in server.result("tools/list", {})["tools"]:
+            schema = {"input_schema": one["inputSchema"], "description": one["description"]}
+            tools.append({"name": f"mcp__{name}__{one['name']}", **schema})
+    return tools
+
+
+def done(call: dict, started: dict) -> str:
+    """Return what a call of a tool gave."""
+    if call["name"] == "bash":
+        command = call["input"]["command"]
+        return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+    _, server, tool = call["name"].split("__")
+    return started[server].called(tool, call["input"])
+
+
+def answered(messages: list, tools: list) -> dict:
+    body = {"model": "m", "max_tokens": 500, "messages": messages, "tools": tools}
     request = urllib.request.Request(
         f"{os.environ['ANTHROPIC_BASE_URL']}/v1/messages",
         json.dumps(body).encode(),
@@ -48,16 +98,15 @@ def answered(messages: list) -> dict:
 def main(port: int, rounds: int, status: int) -> None:
     Path("reached.txt").write_text(" ".join(reached(port)) or "nothing")
     messages = [{"role": "user", "content": sys.stdin.read()}]
+    started = servers()
+    tools = offered(started)
     for _ in range(rounds):
-        said = answered(messages)
+        said = answered(messages, tools)
         calls = [one for one in said["content"] if one["type"] == "tool_use"]
-        results = []
-        for call in calls:
-            done = subprocess.run(
-                call["input"]["command"], shell=True, capture_output=True, text=True
-            )
-            result = {"type": "tool_result", "tool_use_id": call["id"], "content": done.stdout}
-            results.append(result)
+        results = [
+            {"type": "tool_result", "tool_use_id": one["id"], "content": done(one, started)}
+            for one in calls
+        ]
         messages += [{"role": "assistant", "content": said["content"]}]
         if not calls:
             break

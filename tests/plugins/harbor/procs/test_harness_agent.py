@@ -18,7 +18,7 @@ from agent_templates import FAMILIES
 from chat_templates import with_template
 from harbor_folders import bash, written
 from harness_episodes import harness_trace
-from python_image import python_root
+from python_image import python_root, with_image
 from scripted_generation import ScriptedGeneration
 
 from composer_mesh.mesh.private_folder import entered_folder
@@ -27,10 +27,12 @@ from composer_mesh.plugins.harbor.harness import PROGRAM
 from composer_mesh.plugins.harbor.machine import TaskFailure
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.tasks.errors import TaskCodeError, UnusableTask
 from composer_mesh.tasks.task import TaskSettings
 
+EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 ACTIONS = (bash("echo hello > word.txt"), bash("cat word.txt"), "done")
 TESTS = """#!/bin/sh
 cd /app
@@ -48,6 +50,7 @@ def folder() -> Path:
     written(folder / "task", {"task.toml": TOML.format(root), "tests/test.sh": TESTS})
     (folder / "program").mkdir()
     shutil.copy(small_harness.__file__, folder / "program")
+    with_image(EXAMPLES, folder / "examples", root)
     return folder
 
 
@@ -68,10 +71,15 @@ def chat(tokenizer: Any) -> ChatFormat:
 
 
 async def played(
-    folder: Path, containers: Any, generation: ScriptedGeneration, rounds: int, status: int = 0
+    folder: Path,
+    containers: Any,
+    generation: ScriptedGeneration,
+    rounds: int,
+    status: int = 0,
+    name: str = "task",
 ) -> Trace:
-    """Play the episode; the harness plays so many rounds, and ends with this status."""
-    task = HarborTask.create(TaskSettings(path=folder / "task", max_turns=30))
+    """Play a task; the harness plays so many rounds of a step, and ends with this status."""
+    task = HarborTask.create(TaskSettings(path=folder / name, max_turns=30))
     task.sandbox = containers
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -111,3 +119,72 @@ async def test_a_generator_that_fails_is_the_failure_of_the_episode(
     generation = ScriptedGeneration(chat, ACTIONS[0], ConnectionError("generator lost"))
     with pytest.raises(TaskCodeError, match="generator lost"):  # a generator's own errors differ
         await played(folder, containers, generation, rounds=9)
+
+
+def tool(server: str, name: str, **arguments: Any) -> str:
+    return call_text(f"mcp__{server}__{name}", arguments)
+
+
+SERVED = {
+    "mcp-counter": (
+        *(tool("counter", "add", number=7), tool("counter", "add", number=5)),
+        *(bash("echo 12 > counter.txt"), "done"),
+    ),
+    "mcp-notes": (
+        *(tool("notes", "read_note", note="key"), bash("echo lantern > key.txt"), "done"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "said"), [("mcp-counter", "12"), ("mcp-notes", "lantern")])
+async def test_a_harness_calls_the_servers_of_its_task_by_its_own_client(
+    folder: Path, containers: Any, chat: ChatFormat, name: str, said: str
+) -> None:
+    generation = ScriptedGeneration(chat, *SERVED[name])
+    trace = await played(folder, containers, generation, rounds=9, name=f"examples/{name}")
+    assert trace.reward == 1.0
+    results = [one["content"] for one in trace.messages if one["role"] == "tool"]
+    assert results[-2] == said
+    assert [turn.action_ids for turn in trace.turns] == [r.token_ids for r in generation.results]
+
+
+STEPS = {
+    "steps-build-up": [
+        (bash("seq 5 > numbers.txt"), "done"),
+        (bash("awk '{s += $1} END {print s}' numbers.txt > sum.txt"), "done"),
+    ],
+    "steps-gated": [
+        (bash("printf '#!/bin/bash\necho $((2 * $1))\n' > double.sh; chmod +x double.sh"), "done"),
+        (bash("while read n; do ./double.sh $n; done < inputs.txt > doubled.txt"), "done"),
+    ],
+    "steps-three": [
+        (bash("mkdir -p book; echo $TOPIC > book/title.txt"), "done"),
+        (bash("cp drafts/* book/"), "done"),
+        (bash("ls book | sort > index; mv index book/index.txt"), "done"),
+    ],
+}
+INSTRUCTIONS = {name: sorted((EXAMPLES / name).rglob("instruction.md")) for name in STEPS}
+
+
+@pytest.mark.parametrize("name", STEPS)
+async def test_each_step_starts_a_harness_anew_on_the_files_of_the_one_before(
+    folder: Path, containers: Any, chat: ChatFormat, name: str
+) -> None:
+    steps = STEPS[name]
+    generation = ScriptedGeneration(chat, *(action for step in steps for action in step))
+    trace = await played(folder, containers, generation, rounds=9, name=f"examples/{name}")
+    assert (trace.reward, trace.success) == (1.0, True)
+    asked = [chat.tokenizer.decode(one.prompt_ids) for one in generation.requests]
+    found = [[said.read_text().strip() in text for said in INSTRUCTIONS[name]] for text in asked]
+    assert [sum(one) for one in found] == [1] * len(asked)  # no step is in another's conversation
+    assert [one.index(True) for one in found[::2]] == [one.index(True) for one in found[1::2]]
+    assert len({one.index(True) for one in found}) == len(steps)
+
+
+async def test_a_step_below_its_reward_is_the_last_one_of_a_harness(
+    folder: Path, containers: Any, chat: ChatFormat
+) -> None:
+    generation = ScriptedGeneration(chat, bash("true"), "done", "never")
+    name = "examples/steps-gated"
+    trace = await played(folder, containers, generation, rounds=9, name=name)
+    assert (trace.reward, len(generation.requests)) == (0.0, 2)

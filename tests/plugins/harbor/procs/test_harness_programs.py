@@ -16,7 +16,7 @@ from agent_templates import FAMILIES
 from chat_templates import with_template
 from harbor_folders import written
 from harness_episodes import harness_trace
-from python_image import python_root
+from python_image import python_root, with_image
 from scripted_generation import ScriptedGeneration
 
 from composer_mesh.mesh.private_folder import entered_folder
@@ -25,6 +25,7 @@ from composer_mesh.plugins.harbor.harness_agent import RECIPES
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tool_calls import call_text
+from composer_mesh.rollouts.traces import Trace
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.task import TaskSettings
 
@@ -47,6 +48,7 @@ TESTS = """#!/bin/sh
 echo "${reward:-0}" > /logs/verifier/reward.txt
 """
 SHARE = 0.95
+EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 
 pytestmark = pytest.mark.skipif(
     PROGRAMS not in os.environ, reason=f"nox -s harnesses installs them and sets {PROGRAMS}"
@@ -66,6 +68,7 @@ def folder() -> Path:
     found += (programs / FOLDERS["mini-swe-agent"]).rglob("*.so")
     root = python_root(folder / "root", found)
     written(folder / "task", {"task.toml": TOML.format(root), "tests/test.sh": TESTS})
+    with_image(EXAMPLES, folder / "examples", root)
     return folder
 
 
@@ -86,23 +89,34 @@ def script(harness: str) -> Sequence[str]:
     return [*(call_text(tool, {argument: one}) for one in WORK), LAST.get(harness, "It is done.")]
 
 
-@pytest.mark.parametrize("harness", list(RECIPES))
-async def test_an_unmodified_harness_plays_and_its_tokens_train(
-    folder: Path, containers: Any, tokenizer: Any, harness: str
-) -> None:
-    task = HarborTask.create(TaskSettings(path=folder / "task", max_turns=30))
+async def played(
+    task_folder: Path, containers: Any, generation: ScriptedGeneration, harness: str
+) -> Trace:
+    """Play the episode of a task by a harness."""
+    task = HarborTask.create(TaskSettings(path=task_folder, max_turns=30))
     task.sandbox = containers
-    chat = ChatFormat(with_template(tokenizer, FAMILIES["qwen"]), [])
-    generation = ScriptedGeneration(chat, *script(harness))
-    trace = await harness_trace(
+    return await harness_trace(
         task,
         generation,
-        chat,
+        generation.chat,
         harness=harness,
         program=str(Path(os.environ[PROGRAMS]) / FOLDERS[harness]),
         environment=VARIABLES.get(harness, {}),
         timeout_s=120.0,
     )
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> ChatFormat:
+    return ChatFormat(with_template(tokenizer, FAMILIES["qwen"]), [])
+
+
+@pytest.mark.parametrize("harness", list(RECIPES))
+async def test_an_unmodified_harness_plays_and_its_tokens_train(
+    folder: Path, containers: Any, chat: ChatFormat, harness: str
+) -> None:
+    generation = ScriptedGeneration(chat, *script(harness))
+    trace = await played(folder / "task", containers, generation, harness)
     assert trace.reward == 1.0, trace.messages[-1]
     assert len(generation.results) == len(WORK) + 1
     trained = [
@@ -111,3 +125,16 @@ async def test_an_unmodified_harness_plays_and_its_tokens_train(
     sampled = [result.token_ids for result in generation.results]
     assert sum(map(len, trained)) >= SHARE * sum(map(len, sampled))
     assert all(ids in sampled for ids in trained)
+
+
+async def test_claude_code_calls_a_server_of_its_task_by_its_own_client(
+    folder: Path, containers: Any, chat: ChatFormat
+) -> None:
+    tool, argument = SHELLS["claude-code"]
+    write = call_text(tool, {argument: "echo 12 > counter.txt"})
+    calls = [call_text("mcp__counter__add", {"number": number}) for number in (7, 5)]
+    generation = ScriptedGeneration(chat, *calls, write, "It is done.")
+    trace = await played(folder / "examples" / "mcp-counter", containers, generation, "claude-code")
+    assert trace.reward == 1.0, trace.messages[-1]
+    results = [str(one["content"]) for one in trace.messages if one["role"] == "tool"]
+    assert results[:2] == ["7", "12"]

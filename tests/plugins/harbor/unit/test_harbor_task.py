@@ -120,6 +120,52 @@ async def test_limits_and_network_of_a_task_are_those_of_its_container(tmp_path:
         assert settings.environment == {"A": "c"}
 
 
+LISTED = '[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
+CLOSED = '[agent]\nnetwork_mode = "no-network"\n[environment]\ndocker_image = "python:3.11-slim"\n'
+
+
+@pytest.mark.parametrize("text", [LISTED + TOML, CLOSED])
+async def test_a_network_of_a_list_or_of_one_phase_needs_the_option(
+    tmp_path: Path, text: str
+) -> None:
+    folder = written(tmp_path / "one", {"task.toml": text})
+    with pytest.raises(UnusableTask, match=r"data\.options\.network is 'none': set it to 'task'"):
+        made(folder)
+    assert made(folder, network="task")
+
+
+@pytest.mark.parametrize("text", [LISTED + TOML, CLOSED])
+async def test_a_back_end_without_own_loopbacks_is_refused_such_a_task(
+    tmp_path: Path, text: str
+) -> None:
+    task = made(written(tmp_path / "one", {"task.toml": text}), network="task")
+    containers = FakeContainers()
+    await task.check_sandbox(containers)  # type: ignore[arg-type]
+    containers.own_loopback = False
+    with pytest.raises(UnusableTask, match=r"Podman and Docker .* set backend to 'bubblewrap'"):
+        await task.check_sandbox(containers)  # type: ignore[arg-type]
+
+
+async def test_a_setup_that_would_have_another_network_is_refused(tmp_path: Path) -> None:
+    files = {
+        "task.toml": f'{CLOSED}\n[[steps]]\nname = "first"\n',
+        "steps/first/instruction.md": "Do it.",
+        "steps/first/workdir/setup.sh": "true",
+    }
+    with pytest.raises(UnusableTask, match=r"setup.sh of step 'first' .* 'public'"):
+        made(written(tmp_path / "one", files), network="task")
+
+
+async def test_the_network_of_tests_comes_after_the_agent_has_stopped(tmp_path: Path) -> None:
+    folder = written(tmp_path / "one", {"task.toml": CLOSED})
+    containers = FakeContainers()
+    await played(made(folder, containers, network="task"), GOLD)
+    container = containers.made[0]
+    assert container.settings.network == "none"
+    ends = [point for point in container.points if point.startswith(("stop", "test"))]
+    assert ends == ["stop", "stop host", "test", "stop"]
+
+
 async def test_a_solution_with_files_and_variables_runs_from_its_folder(tmp_path: Path) -> None:
     files = {
         "task.toml": TOML + '[solution]\nenv = {WORD = "it\'s"}\n',

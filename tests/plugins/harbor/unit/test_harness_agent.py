@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from harbor_folders import made, written
 
 from composer_mesh.plugins.harbor.harness import HOME, PROGRAM, Launch
 from composer_mesh.plugins.harbor.harness_agent import HarnessAgent
+from composer_mesh.plugins.harbor.harness_mcp import with_servers
 from composer_mesh.plugins.harbor.machine import Machine, TaskFailure
+from composer_mesh.plugins.harbor.task_toml import McpServerTable
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.running import RunningEpisode
 
@@ -84,15 +87,45 @@ async def test_an_endpoint_that_is_away_is_a_failure_of_the_machine(tmp_path: Pa
     await machine.close()
 
 
-async def test_a_task_with_servers_is_refused_to_a_harness(tmp_path: Path) -> None:
+SERVERS = [McpServerTable(name="one", transport="stdio", command="run", args=["-x", 'a"b'])]
+
+
+def test_each_harness_gets_the_servers_of_a_task_in_its_own_configuration() -> None:
+    plain = Launch(["run"], 1, 10.0)
+    given = with_servers(plain, "task", SERVERS)
+    listed = {"one": {"type": "stdio", "command": "run", "args": ["-x", 'a"b']}}
+    assert json.loads(given.files["mcp.json"]) == {"mcpServers": listed}
+    assert given.environment == {"COMPOSER_MESH_MCP_CONFIG": f"{HOME}/mcp.json"}
+    claude = with_servers(replace(plain, harness="claude-code"), "task", SERVERS)
+    assert claude.argv[-4:] == [f"{HOME}/mcp.json", "--strict-mcp-config", *claude.argv[-2:]]
+    assert claude.argv[-2:] == ["--allowedTools", "mcp__one"]
+
+
+def test_a_task_without_servers_changes_no_launch() -> None:
+    launch = Launch(["run"], 1, 10.0, harness="mini-swe-agent")
+    assert with_servers(launch, "task", []) is launch
+
+
+@pytest.mark.parametrize(
+    ("harness", "said"), [("mini-swe-agent", "has no MCP"), ("codex", "its endpoint leaves out")]
+)
+async def test_servers_are_refused_to_a_harness_that_takes_none(
+    tmp_path: Path, harness: str, said: str
+) -> None:
     servers = '[[environment.mcp_servers]]\nname = "s"\ntransport = "stdio"\ncommand = "s"\n'
     text = f'[environment]\ndocker_image = "python:3.11-slim"\n{servers}'
     task = made(written(tmp_path / "task", {"task.toml": text}))
     episode = task.episode("train", 0)
-    launch = Launch(["run"], 1, 10.0).row
+    launch = Launch(["run"], 1, 10.0, harness=harness).row
     running = RunningEpisode(
         task, type(episode)("harbor", "train", 0, {**episode.payload, **launch})
     )
-    with pytest.raises(UnusableTask, match="MCP servers, which harnesses are not given"):
+    with pytest.raises(UnusableTask, match=f"{harness} .*{said}"):
         await running.begin()
     await running.close()
+
+
+def test_a_server_whose_name_no_harness_takes_is_refused() -> None:
+    servers = [McpServerTable(name="a.b]", transport="stdio", command="run")]
+    with pytest.raises(UnusableTask, match=r"'a\.b\]', which a harness cannot name"):
+        with_servers(Launch(["run"], 1, 10.0), "task", servers)

@@ -168,3 +168,5 @@ async def test_what_only_boxes_have_is_refused_with_the_repair(
         await containers.start(replace(SETTINGS, mounts={"/opt/harness": tmp_path}))
     with pytest.raises(ContainerError, match=r"unsupported: a socket .*'bubblewrap'"):
         await container.listen(1)
+    with pytest.raises(ContainerError, match=r"unsupported: a change of the net.*'bubblewrap'"):
+        await container.stop_processes("host")

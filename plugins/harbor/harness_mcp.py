@@ -1,0 +1,58 @@
+"""A task's MCP servers in a harness's own configuration: it starts them itself, as its user.
+
+They are in a file in the form of `.mcp.json`. Claude Code gets it by words of its command line, a
+command of the user by `VARIABLE`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from composer_mesh.plugins.harbor.harness import HOME, Launch
+from composer_mesh.plugins.harbor.task_toml import McpServerTable
+from composer_mesh.tasks.errors import UnusableTask
+
+FILE = "mcp.json"
+CONFIG = f"{HOME}/{FILE}"
+VARIABLE = "COMPOSER_MESH_MCP_CONFIG"
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What every harness takes as the name of a server."""
+WITHOUT = {
+    "codex": "lists their tools in a form that its endpoint leaves out",
+    "mini-swe-agent": "has no MCP",
+}
+"""Why a harness gets none."""
+Servers = Sequence[McpServerTable]
+
+
+def with_servers(launch: Launch, task: str, servers: Servers) -> Launch:
+    """Return a launch whose harness has the servers of a task; the same one if there are none.
+
+    Raises UnusableTask where a harness takes no servers, or not one of this name.
+    """
+    if not servers:
+        return launch
+    if launch.harness in WITHOUT:
+        raise UnusableTask(
+            f"Harbor task {task!r} has MCP servers, and {launch.harness} "
+            f"{WITHOUT[launch.harness]}: leave the task out of data.path, or use claude-code or a "
+            "command"
+        )
+    for one in servers:
+        if not NAME.fullmatch(one.name):
+            raise UnusableTask(
+                f"Harbor task {task!r} has an MCP server {one.name[:80]!r}, which a harness "
+                "cannot name: use 1 to 64 letters, digits, - and _"
+            )
+    listed = {
+        one.name: {"type": "stdio", "command": one.command, "args": one.args} for one in servers
+    }
+    given = replace(launch, files={**launch.files, FILE: json.dumps({"mcpServers": listed})})
+    if launch.harness == "claude-code":
+        allowed = ",".join(f"mcp__{name}" for name in listed)
+        words = ("--mcp-config", CONFIG, "--strict-mcp-config", "--allowedTools", allowed)
+        return replace(given, argv=[*launch.argv, *words])
+    return replace(given, environment={**launch.environment, VARIABLE: CONFIG})
