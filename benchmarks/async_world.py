@@ -281,7 +281,9 @@ def play(
     """Return a world after a run, and its duration; with `exposes` no sync overlaps."""
     prompts, size = groups
     schedule = {"prompts_per_step": prompts, "group_size": size, "max_lag": max_lag}
-    schedule |= {"carried_groups": carried, "max_token_age": max_token_age}
+    schedule["carried_groups"] = carried
+    if max_token_age is not None:
+        schedule["max_token_age"] = max_token_age
     config = Config.model_validate(
         {
             "run": {"name": "simulated", "steps": steps},
