@@ -5,6 +5,7 @@
 Runs the real controller and rollout window with simulated durations of rollouts, training and
 syncs, in simulated time: every run gives the same figures. Compares synchronous with `max_lag` 1, 2
 and 4, and requests that continue with new weights with draining the generators before each update.
+Then some groups take 30 times as long, and steps wait for them or pass over them (carried_groups).
 Last comes a short real run, in wall-clock time: the share of its weight syncs that no step waited
 for.
 """
@@ -29,6 +30,8 @@ CLAIMED = 2
 LONG_TRAINING_S, LONG_LAG = 240.0, 4
 """Settings in which a step hardly waits for rollouts, so that only the sync is left to hide."""
 FASTER, HIDDEN = 2.0, 0.9
+SLOW_SHARE, CARRIED, TOKEN_AGE = 0.05, 16, 8
+"""Share of the groups that take `slow_times` as long; how many of them steps may pass over."""
 PRESET = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 SETTINGS = {
     "policy.hidden_size": 512,
@@ -108,6 +111,14 @@ def simulated(report: Report, run: Callable[..., Mean]) -> None:
     name = f"max_lag {LONG_LAG}"
     rows = [trains.row("synchronous", trains), after.row(f"{name}, sync waited for", trains)]
     table(report, f"training ({long.train:g} s) is", [*rows, overlapped.row(name, trains)])
+    tail = replace(Durations(), slow_share=SLOW_SHARE)
+    waits = run(CLAIMED, tail)
+    passes = run(CLAIMED, tail, carried=CARRIED, max_token_age=TOKEN_AGE)
+    name = f"max_lag {CLAIMED}"
+    rows = [waits.row(name, waits), passes.row(f"{name}, carried_groups {CARRIED}", waits)]
+    table(report, f"{SLOW_SHARE:.0%} of the groups take {tail.slow_times:g} times as long", rows)
+    report.figures["carried_tokens_aged"] = passes.of("aged")
+    report.ratios["carried_over_waiting"] = waits.step_s / passes.step_s
     for lag in LAGS:
         report.figures[f"async_over_sync_max_lag_{lag}"] = sync.step_s / ahead[lag].step_s
         report.figures[f"inflight_over_drain_max_lag_{lag}"] = (

@@ -40,6 +40,9 @@ class Durations:
     swap: float = 0.5
     recompute: float = 2.0
     """Recomputing the caches of requests that continue with new weights."""
+    slow_share: float = 0.0
+    """Share of the groups whose rollouts take `slow_times` as long."""
+    slow_times: float = 30.0
 
     def __str__(self) -> str:
         return (
@@ -130,6 +133,8 @@ class World:
     durations: Durations
     seed: int
     drains: bool = False
+    oldest: Callable[[int], int | None] = lambda _: None
+    """Returns the version of the oldest tokens that a step trains."""
     metrics: list[Mapping[str, Any]] = field(default_factory=list)
     taken: list[list[int]] = field(default_factory=list)
     """The groups of each step."""
@@ -160,6 +165,8 @@ class World:
     async def _rollout(self, split: Any, group: int, number: int) -> Trace:
         rng = random.Random(f"{self.seed} {group} {number}")
         took = self.durations.median * math.exp(self.durations.sigma * rng.gauss(0, 1))
+        if random.Random(f"{self.seed} {group}").random() < self.durations.slow_share:
+            took *= self.durations.slow_times
         turns = []
         for _ in range(self.durations.turns if split == "train" else 0):
             versions = await self.engine.run(took / self.durations.turns)
@@ -169,7 +176,7 @@ class World:
 
     def batch(self, step: int, groups: Sequence[Sequence[Trace]], *_: Any) -> StepBatch:
         self.taken.append([group[0].group_id for group in groups])
-        return StepBatch(step, [], [], [])
+        return StepBatch(step, [], [], [], oldest=self.oldest(step))
 
     def figures(self) -> dict[str, int]:
         return {}
@@ -244,6 +251,8 @@ class Outcome:
     lag_max: int
     hidden: float
     """The share of the syncs' time that no step waited for."""
+    aged: float
+    """The share of the sampled tokens that were too old to be trained."""
 
 
 def simulate(durations: Durations, max_lag: int, steps: int, **how: Any) -> Outcome:
@@ -266,19 +275,25 @@ def play(
     seed: int = 0,
     drains: bool = False,
     exposes: bool = False,
+    carried: int = 0,
+    max_token_age: int | None = None,
 ) -> tuple[World, float]:
     """Return a world after a run, and its duration; with `exposes` no sync overlaps."""
     prompts, size = groups
+    schedule = {"prompts_per_step": prompts, "group_size": size, "max_lag": max_lag}
+    schedule["carried_groups"] = carried
+    if max_token_age is not None:
+        schedule["max_token_age"] = max_token_age
     config = Config.model_validate(
         {
             "run": {"name": "simulated", "steps": steps},
             "data": {"task": "toolbox"},
-            "schedule": {"prompts_per_step": prompts, "group_size": size, "max_lag": max_lag},
+            "schedule": schedule,
             "trainer": {"checkpoint_every": int(exposes)},
             "eval": {"episodes": 1},
         }
     )
-    world: Any = World(durations, seed, drains)
+    world: Any = World(durations, seed, drains, config.schedule.oldest_trained)
     ports = Ports(
         *(world, None, world, world, world, world, world.save, world.saved),
         in_thread=without_a_thread,
@@ -302,4 +317,6 @@ def outcome(world: World, step_s: float) -> Outcome:
     waited, took = column("time/weight_sync_s")[:-1], column("time/weight_sync_total_s")[:-1]
     lags = column("lag/mean")
     hidden = 1 - sum(waited) / sum(took)
-    return Outcome(step_s, sum(lags) / len(lags), int(max(column("lag/max"))), hidden)
+    sizes = (one["rollouts/tokens"] * one["rollouts/count"] for one in world.metrics)
+    aged = sum(one.get("tokens/aged", 0) for one in world.metrics) / sum(sizes)
+    return Outcome(step_s, sum(lags) / len(lags), int(max(column("lag/max"))), hidden, aged)

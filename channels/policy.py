@@ -7,7 +7,7 @@ Axes: B sequences of a microbatch, T their padded length.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -152,6 +152,26 @@ def _by_id(trace: Trace, advantages: Sequence[float]) -> list[float]:
         for turn, own in zip(trace.turns, advantages, strict=True)
     )
     return list(chain.from_iterable(runs))
+
+
+def without_aged(sample: PolicySample, oldest: int) -> PolicySample:
+    """Return a sample in which tokens of versions before `oldest` are context only.
+
+    Without a trained token its advantage is 0.
+    """
+    mask = [
+        on and version >= oldest for on, version in zip(sample.mask, sample.versions, strict=True)
+    ]
+    if mask == sample.mask:
+        return sample
+    logprobs = [one * on for one, on in zip(sample.logprobs, mask, strict=True)]
+    versions = [one if on else -1 for one, on in zip(sample.versions, mask, strict=True)]
+    advantage = sample.advantage
+    if isinstance(advantage, list):
+        advantage = [one * on for one, on in zip(advantage, mask, strict=True)]
+    elif not any(mask):
+        advantage = 0.0
+    return replace(sample, mask=mask, logprobs=logprobs, versions=versions, advantage=advantage)
 
 
 def without_zero_advantages(

@@ -17,7 +17,7 @@ from composer_mesh.rollouts.hint_sources import (
     right_sibling,
 )
 from composer_mesh.rollouts.hints import TEMPLATES, hint_templates
-from composer_mesh.rollouts.traces import Trace
+from composer_mesh.rollouts.traces import Trace, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,15 @@ def hinted_sites(
     written: Mapping[Place, WrittenHint] | None = None,
     templates: Mapping[str, str] = TEMPLATES,
     choice: SitesConfig | None = None,
+    oldest: int | None = None,
 ) -> HintedSites:
     """Return the first `limit` hinted turns of the traces, as the student and the teacher see them.
 
     Hints that contain the verified answer and hinted contexts longer than `max_context` are
     refused; the turn's next hint is tried instead. Turns are taken in the order of `choice`, unless
     stated round-robin over the traces, so that one trace with many errors does not fill the step.
-    `written` maps places to texts of a hint writer.
+    `written` maps places to texts of a hint writer. Turns with a token of a version before `oldest`
+    are left out.
     """
     choice = choice or SitesConfig()
     sources = hint_sources(chat, answer_of, config or HintsConfig(), written or {}, templates)
@@ -61,8 +63,8 @@ def hinted_sites(
     ):
         if len(found.views) >= limit:
             break
-        if turn < len(trace.turns) and not trace.turns[turn].action_ids:
-            continue  # nothing was sampled there, so there is nothing to teach
+        if turn < len(trace.turns) and not _teaches(trace.turns[turn], oldest):
+            continue
         hints = sources.hints(trace, turn, groups[trace.group_id], found.counts)
         view = _view(trace, hints, chat, max_context, found.counts)
         if view is None:
@@ -75,6 +77,11 @@ def hinted_sites(
     own = {(view.trace_id, view.turn) for view in found.views}
     found.views.extend(view for place, view in compared.items() if place not in own)
     return found
+
+
+def _teaches(turn: Turn, oldest: int | None) -> bool:
+    """Whether something was sampled in a turn, and all of it is young enough to be trained."""
+    return bool(turn.action_ids) and (oldest is None or min(turn.versions) >= oldest)
 
 
 def _compared(

@@ -156,6 +156,8 @@ def _steps(before: Config, _: Config) -> tuple[bool, str]:
 def _max_lag(before: Config, after: Config) -> tuple[bool, str]:
     if after.schedule.max_lag < before.schedule.max_lag:
         return False, "stored rollouts may be older than the new bound"
+    if after.schedule.oldest_trained(0) != before.schedule.oldest_trained(0):
+        return False, "past steps left tokens out by it, because max_token_age is not set"
     return True, "rollouts may run further ahead"
 
 

@@ -64,11 +64,30 @@ class ScheduleConfig(Section):
     """Number of rollouts per prompt that are sampled beyond group_size: the first group_size to
     finish are kept and the others cancelled. This favours short rollouts; needs max_lag above 0."""
 
+    carried_groups: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Number of unfinished groups that steps may pass over; each is trained by the first step after
+    it has finished. Needs max_lag above 0."""
+
+    max_token_age: Annotated[int, Field(ge=0, le=100_000)] | None = None
+    """Maximum lag in policy versions of a sampled token when it is trained; older tokens are only
+    context. Needs carried_groups above 0; by default it is max_lag."""
+
     @property
     def groups_per_step(self) -> int:
         """Largest number of groups that a step takes, including those that it drops."""
         factor = self.oversampling if self.dynamic_sampling else 1
         return round(self.prompts_per_step * factor)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Largest number of groups that have entered and that no step has taken, if none drops."""
+        return self.prompts_per_step * (self.max_lag + 1) + self.carried_groups
+
+    def oldest_trained(self, step: int) -> int | None:
+        """Version of the oldest tokens that a step trains; None if the window alone bounds it."""
+        if not self.carried_groups:
+            return None
+        return step - (self.max_lag if self.max_token_age is None else self.max_token_age)
 
     @property
     def samples_per_group(self) -> int:
@@ -86,6 +105,26 @@ class ScheduleConfig(Section):
                 f"overprovision is {self.overprovision} but max_lag is 0, and a synchronous run "
                 "repeats bit for bit, unlike the order in which rollouts finish: set max_lag to "
                 "1 or more, or overprovision to 0"
+            )
+        yield from self._carry_problems()
+
+    def _carry_problems(self) -> Iterator[str]:
+        carried, age = self.carried_groups, self.max_token_age
+        if carried and self.max_lag == 0:
+            yield (
+                f"carried_groups is {carried} but max_lag is 0, and a synchronous step waits for "
+                "all of its rollouts: set max_lag to 1 or more, or carried_groups to 0"
+            )
+        if age is not None and not carried:
+            yield (
+                f"max_token_age is {age} but carried_groups is 0, so no token is older than "
+                "max_lag: set carried_groups above 0 or remove max_token_age"
+            )
+        if age is not None and age < self.max_lag:
+            yield (
+                f"max_token_age is {age} but max_lag is {self.max_lag}, so rollouts that no step "
+                "has passed over would lose tokens: raise max_token_age to max_lag or more, or "
+                "lower max_lag"
             )
 
 

@@ -22,8 +22,7 @@ def rollout_workers(config: Config) -> int:
     """Return the configured number, or one for every `EPISODES_PER_WORKER` episodes in flight."""
     if config.rollouts.workers is not None:
         return config.rollouts.workers
-    schedule = config.schedule
-    training = schedule.prompts_per_step * schedule.samples_per_group * (schedule.max_lag + 1)
+    training = config.schedule.groups_in_flight * config.schedule.samples_per_group
     in_flight = max(training, config.eval.episodes)
     return min(MOST_WORKERS, -(-in_flight // EPISODES_PER_WORKER))
 

@@ -111,6 +111,8 @@ class StepBatch:
     agreement: float | None = None
     channels: Mapping[str, Sequence[ChannelSample]] = field(default_factory=dict)
     """Samples of the channels that are not ours, by name; each belongs to a sample of the batch."""
+    oldest: int | None = None
+    """Version of the oldest tokens that are trained; None if the rollout window alone bounds it."""
 
     @property
     def version(self) -> int:

@@ -1,9 +1,9 @@
 """Admission rules of the rollout window, without waiting or messages.
 
-Steps take groups strictly in the order of entry, P groups each. With dynamic sampling a step drops
-the groups whose rewards are all equal, and takes groups until it has kept P or has taken M. Let c_k
-be the first group that step k takes; step k trains version k into k + 1. A group enters only if a
-step that may still use it is certain to take it:
+Steps take groups in the order of entry, P groups each. With dynamic sampling a step drops the
+groups whose rewards are all equal, and takes groups until it has kept P or has taken M. Let c_k be
+the first group that step k takes; step k trains version k into k + 1. A group enters only if a step
+that may still use it is certain to take it:
 
     group i enters   only if   i < C(v + S + 1)     v: the version every generator has pulled
                                                     C(k): c_k if, beyond the groups that are known
@@ -33,17 +33,45 @@ the proof held. If step s was already planned, its groups do not enter again (`p
 breaks the proof with dynamic sampling: the file of a dropped group is damaged, and the group is
 sampled anew and kept. Its step then ends earlier, so `step_groups` drops the groups that are too
 old for theirs.
+
+With carried groups, a step takes the first *finished* groups in the order of entry. The unfinished
+ones among them are passed over: they are carried until a step takes them. Let h_k be the first
+group such that no step before k took it or a later one, t_k how many groups those steps have taken,
+and d how many untaken ones are known to be dropped. Then c = h_k - t_k groups are carried. A step
+waits while it would leave more than C carried. Carried groups leave their room to others:
+
+    group i enters   only if   i < C(v + S + 1)   where C(k) = h_k
+                       and     i < t_k + (steps - k) P + d   unless c = 0
+
+Groups in flight: version v is trained, so v <= k. When a group enters, the steps k to v + S may
+take M each of those from h_k on, so at most (S + 1) M + C are untaken. Only entries raise their
+number, so this always holds.
+
+Lag of a group that is never passed over, where M = P: every step before its own takes P groups
+older than it. At its entry there are fewer than (v + S + 1 - k) P + C of them. So its step j has
+(j - k) P < (v + S + 1 - k) P + C, hence j - v <= S + ceil(C / P), which bounds the lag of its
+tokens. Groups that are passed over have no bound: `max_token_age` leaves their old tokens out.
+
+There is still no deadlock: when step k needs its groups, v >= k - 1, so as many have entered behind
+the c carried ones as it can use, or all that the run has. It may pass over the carried ones.
+
+The last steps wait for what is carried: where M = P, only P * steps groups enter, and each step
+takes P. With dynamic sampling a step that reaches M keeps fewer than P groups, and only then may
+groups that have entered be left at the end.
 """
 
 from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Sequence
 
 
 class Window:
     """Counts admitted groups and pulled versions. `max_lag` 0 is synchronous.
 
     `start` steps are already trained, and the groups of `planned` further steps have already
-    entered; together they have taken `taken` groups, `prompts_per_step` each by default. A step
-    takes at most `groups_per_step`, by default `prompts_per_step`.
+    entered; together they have taken the groups before `taken`, `prompts_per_step` each by default,
+    except those `carried`, which enter again first. A step takes at most `groups_per_step`, by
+    default `prompts_per_step`.
     """
 
     def __init__(
@@ -55,13 +83,15 @@ class Window:
         planned: int = 0,
         *,
         taken: int | None = None,
+        carried: Sequence[int] = (),
         groups_per_step: int | None = None,
     ) -> None:
         self._size, self._lag, self._steps = prompts_per_step, max_lag, steps
         self._most = groups_per_step or prompts_per_step
         self._step = start + planned
         self._first = self._step * prompts_per_step if taken is None else taken
-        self._entered = self._first
+        self._entered, self._again = self._first, deque(carried)
+        self._taken = self._first - len(carried)
         self._version = start
         self._dropped: list[int] = []
         self._limit = self._reach()
@@ -71,8 +101,18 @@ class Window:
         """The version that every generator has pulled."""
         return self._version
 
+    @property
+    def next_group(self) -> int:
+        """The first group such that no step has taken it or a later one."""
+        return self._first
+
+    @property
+    def carried(self) -> int:
+        """Number of groups that steps have passed over and none has taken."""
+        return self._first - self._taken
+
     def may_enter(self) -> bool:
-        return self._entered < self._limit
+        return bool(self._again) or self._entered < self._limit
 
     def enter(self) -> int:
         """Admit a group and return its id; raise RuntimeError while `may_enter()` is False."""
@@ -81,6 +121,8 @@ class Window:
                 f"group {self._entered} may not enter at version {self._version} with max_lag "
                 f"{self._lag}: wait until the generators have pulled the next version"
             )
+        if self._again:
+            return self._again.popleft()
         self._entered += 1
         return self._entered - 1
 
@@ -95,14 +137,15 @@ class Window:
 
     def drop(self, group_id: int) -> None:
         """Record that the step which takes this group will not train it, once or repeatedly."""
-        if group_id >= self._first and not self._is_dropped(group_id):
+        if not self._is_dropped(group_id):
             insort(self._dropped, group_id)
             self._limit = self._reach()
 
-    def took(self, groups: int) -> None:
-        """Record that the next step has taken so many groups, including those that it drops."""
-        self._step, self._first = self._step + 1, self._first + groups
-        del self._dropped[: bisect_left(self._dropped, self._first)]
+    def took(self, groups: Collection[int]) -> None:
+        """Record that the next step has taken these groups, including those that it drops."""
+        self._step, self._taken = self._step + 1, self._taken + len(groups)
+        self._first = max(self._first, max(groups, default=-1) + 1)
+        self._dropped = [group_id for group_id in self._dropped if group_id not in groups]
         self._limit = self._reach()
 
     def _is_dropped(self, group_id: int) -> bool:
@@ -114,7 +157,8 @@ class Window:
         first = self._first
         for _ in range(self._step, min(self._version + self._lag + 1, self._steps)):
             first = self._end_of(first)
-        return first
+        end = self._taken + (self._steps - self._step) * self._size + len(self._dropped)
+        return min(first, end) if self.carried else first
 
     def _end_of(self, first: int) -> int:
         """Return the end of a step that starts at `first` and drops only the known groups."""

@@ -1,8 +1,8 @@
 """The controller: schedules a run's rollouts, training steps, weight syncs and evaluations.
 
 Rollouts, teacher replay and training run concurrently. The rollout window bounds how far ahead
-rollouts may be; steps take groups in order of entry, and with dynamic sampling more of them for
-those that they drop. Everything external is behind a port.
+rollouts may be; steps take groups in order of entry, except those that they pass over, and with
+dynamic sampling more of them for those that they drop. Everything external is behind a port.
 
     evaluate -> [ groups -> traces stored ] -> step planned -> train -> sync -> ... -> evaluate
                   as far ahead as the window    ^              one step at a time
@@ -43,7 +43,12 @@ from composer_mesh.services.replay.pair_stream import PairStream, TakenPairs
 from composer_mesh.services.schedule.groups import Groups, ResumeState
 from composer_mesh.services.schedule.metrics import replay_metrics, success_of_tasks, sync_metrics
 from composer_mesh.services.schedule.outlook import Outlook
-from composer_mesh.services.schedule.step_builder import PlannedStep, StepBuilder, StepGroups
+from composer_mesh.services.schedule.step_builder import (
+    PlannedStep,
+    StepBuilder,
+    StepGroups,
+    carried_text,
+)
 from composer_mesh.services.schedule.stopping import Stopping, StopRequested
 from composer_mesh.services.steps.hint_writing import HintWriting
 from composer_mesh.services.steps.logprob_mismatch import LogprobMismatchMonitor
@@ -187,7 +192,7 @@ class Controller:
     def __post_init__(self) -> None:
         schedule, resume_state = self.config.schedule, self.resume_state
         self.step, self.evaluations = resume_state.steps, list(resume_state.evaluations)
-        self._planned, self._taken = resume_state.planned, resume_state.next_group
+        self._planned = resume_state.planned
         self._saved = 0 if resume_state.checkpoint is None else resume_state.checkpoint.step
         self._window = Window(
             schedule.prompts_per_step,
@@ -196,6 +201,7 @@ class Controller:
             resume_state.steps,
             planned=resume_state.planned is not None,
             taken=resume_state.next_group,
+            carried=resume_state.carried,
             groups_per_step=schedule.groups_per_step,
         )
         self._outlook = Outlook(self.config, self.channels)
@@ -339,6 +345,8 @@ class Controller:
         self.order.settle(step, results)
         counts = self.ports.rollouts.retries.figures() | self._groups.figures()
         figures = {**counts, **groups.figures(), **self.order.figures(results)}
+        if self.config.schedule.carried_groups:
+            figures["rollouts/carried"] = self._window.carried
         dropped = [group.group_id for group in groups.dropped]
         # Long steps take tenths of a second. Nothing else uses the builder meanwhile.
         compose = partial(
@@ -356,15 +364,19 @@ class Controller:
         return composed
 
     async def _collect(self, step: int) -> StepGroups:
-        """Return the step's groups, with others for those that it drops. Waits for the slowest."""
+        """Return the step's groups, with others for those that it drops. Waits for them."""
         groups = StepGroups(self.config.schedule, step)
         while wanted := groups.wanted:
             groups.take(await self.stopping.unless(self._groups.collect(wanted)))
             for group in groups.dropped:
                 self._window.drop(group.group_id)
             self._fill_window()
-        self._window.took(groups.taken)
-        self._taken += groups.taken
+        known = self._window.next_group
+        self._window.took([group.group_id for group in groups.all])
+        passed = [n for n in self._groups.running if known <= n < self._window.next_group]
+        if passed:
+            self._event("groups_carried", "", carried_text(step, passed, self._window.carried))
+        self._fill_window()
         self.ports.rollouts.retries.check_step(
             step + 1, groups.sizes, self.config.schedule.group_size
         )
@@ -397,7 +409,7 @@ class Controller:
     async def _take_pairs(self, step: int) -> TakenPairs | None:
         if self.ports.replay is None:
             return None
-        return await self.stopping.unless(self.ports.replay.take(step, self._taken))
+        return await self.stopping.unless(self.ports.replay.take(step, self._window.next_group))
 
     async def _keep(self, steps: int, metrics: dict[str, Any]) -> None:
         """Save where it is due. An alarm that ends the run is raised here, after a checkpoint."""

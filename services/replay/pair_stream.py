@@ -4,6 +4,7 @@
 
 Everything happens in order of group ids, whichever group finishes or is answered first: novelty,
 duplicates and sums of dollars are then the same in every repetition, offline, and after a restart.
+Groups that a step passes over leave this order, and are queried about once they have finished.
 `take` waits for the step's own groups, or, where pairs may be late, does not wait.
 
 Refines pairs before training: quality filters, then reference log-probs, once per pair.
@@ -148,6 +149,7 @@ class PairStream:
         self._store, self._waiting = store, waiting
         self._config, self._waits = config.replay, config.pairs_wait
         self._finished: dict[int, Sequence[Trace]] = {}
+        self._passed: set[int] = set()
         self._next = self._refined = 0
         self._asking: deque[_Asking] = deque()
         self._begun, self._draining = asyncio.Event(), False
@@ -155,21 +157,28 @@ class PairStream:
         self._since = ReplayOutcome()
         self._states, self._usd = 0, 0.0
 
-    def restore(self, queried: Iterable[TeacherQueryRecord], taken: int) -> int:
+    def restore(
+        self, queried: Iterable[TeacherQueryRecord], taken: int, carried: Iterable[int] = ()
+    ) -> int:
         """Restore the queries of an earlier process of the run; return the first group not queried.
 
         Groups come in order of their ids. The first `taken` groups were accounted for in a step;
-        from the first missing group on, groups are queried again.
+        from the first missing group on, other than those `carried`, groups are queried again.
         """
+        self._passed = set(carried)
         for group in queried:
+            while self._next < group.group_id and self._next in self._passed:
+                self._next += 1
             if group.group_id != self._next:
                 break
+            self._passed.discard(self._next)
             self._replay.restore(group.situations)
             self._refining.remember(group.candidates)
-            self._next = self._refined = group.group_id + 1
+            self._next = self._refined = self._next + 1
             self._count(group.replay_outcome)
             if group.group_id < taken:
                 self._since = ReplayOutcome()
+        self._advance()
         return self._next
 
     def begin(self, group: Sequence[Trace]) -> None:
@@ -180,16 +189,32 @@ class PairStream:
         """Register a group without rollouts, so that the groups after it do not wait for it."""
         self._enter(group_id, [])
 
+    def pass_over(self, group_ids: Iterable[int]) -> None:
+        """Let no group wait for these unfinished ones, which may be named repeatedly."""
+        self._passed.update(group_ids)
+        self._advance()
+
     def _enter(self, group_id: int, group: Sequence[Trace]) -> None:
-        if group_id < self._next:
+        if group_id in self._passed:
+            self._passed.remove(group_id)
+            self._ask(group_id, group)
+        elif group_id < self._next:
             return  # an earlier process of the run has queried about it
-        self._finished[group_id] = group
-        while self._next in self._finished:
-            following = self._finished.pop(self._next)
-            selection = self._replay.choose(following) if following else NOTHING
-            situations = [state.situation for state in selection.planned]
-            answers = asyncio.create_task(self._replay.ask_about(selection))
-            self._asking.append(_Asking(self._next, situations, answers))
+        else:
+            self._finished[group_id] = group
+        self._advance()
+
+    def _ask(self, group_id: int, group: Sequence[Trace]) -> None:
+        selection = self._replay.choose(group) if group else NOTHING
+        situations = [state.situation for state in selection.planned]
+        answers = asyncio.create_task(self._replay.ask_about(selection))
+        self._asking.append(_Asking(group_id, situations, answers))
+
+    def _advance(self) -> None:
+        """Query about the finished groups that wait for none."""
+        while self._next in self._passed or self._next in self._finished:
+            if self._next in self._finished:
+                self._ask(self._next, self._finished.pop(self._next))
             self._next += 1
         self._begun.set()
         if not self._waits and self._worker is None:
@@ -198,10 +223,10 @@ class PairStream:
     async def take(self, step: int, groups: int) -> TakenPairs:
         """Return the step's pairs. Waits for those of its own groups, unless pairs may be late.
 
-        The steps up to this one have taken the first `groups` groups of the run. The returned pairs
-        count as taken once the step is planned.
+        The steps up to this one have taken groups before `groups`, and all of them that have
+        finished. The returned pairs count as taken once the step is planned.
         """
-        while self._waits and self._refined < groups:
+        while self._waits and any(asking.group_id < groups for asking in self._asking):
             await self._refine()
         self._raise_failure()
         # Late pairs may arrive in a burst: the excess waits, so that no step consists of pairs
@@ -253,7 +278,7 @@ class PairStream:
         await self._store.add_teacher_queries(asking.group_id, body, refined.pairs)
         self._asking.popleft()
         replay_outcome.pairs = []
-        self._refined = asking.group_id + 1
+        self._refined = max(self._refined, asking.group_id + 1)
         self._count(replay_outcome)
 
     def _count(self, replay_outcome: ReplayOutcome) -> None:

@@ -51,8 +51,9 @@ class ResumeContents:
     `again` are the finished steps since the checkpoint, in order, `known` earlier ones that late
     rewards may still correct. `groups` are those of all these steps and of the `planned` one;
     `waiting` are those that no step has taken. `taken` counts groups whose teacher queries are
-    settled. `sizes` are those of the last step's groups. `next_group` is the first group that no
-    step has taken. `results` are what the groups of each step have measured, for a curriculum.
+    settled. `sizes` are those of the last step's groups. `next_group` is the first group such that
+    no step has taken it or a later one; `carried` are the earlier ones that none has taken.
+    `results` are what the groups of each step have measured, for a curriculum.
     """
 
     checkpoint: Checkpoint | None = None
@@ -68,6 +69,7 @@ class ResumeContents:
     evaluations: list[Evaluation] = field(default_factory=list)
     poisoned: list[dict[str, Any]] = field(default_factory=list)
     next_group: int = 0
+    carried: list[int] = field(default_factory=list)
     results: list[tuple[int, Sequence[GroupResult]]] = field(default_factory=list)
 
     def groups_of(self, manifest: StepManifest) -> list[Group]:
@@ -126,6 +128,7 @@ def resume_state_of(past: ResumeContents, step_builder: StepBuilder) -> ResumeSt
         past.waiting,
         list(past.evaluations),
         past.next_group,
+        past.carried,
     )
 
 
@@ -157,14 +160,18 @@ def restore_teacher_queries(
 ) -> None:
     """Restore a stream's query records, and query unqueried groups before `first`.
 
-    Groups before `past.next_group` count as well; those that a step has dropped are not queried.
+    Groups before `past.next_group` count as well; those that a step has dropped are not queried,
+    and those that are carried enter again.
     """
     records = (
         query_record_from_json(row.group_id, row.body, past.pairs)
         for row in reader.teacher_queries()
     )
     dropped = {row.group_id for row in reader.groups(GroupState.FINISHED)}
-    for group_id in range(stream.restore(records, past.taken), max(first, past.next_group)):
+    begin = stream.restore(records, past.taken, past.carried)
+    for group_id in range(begin, max(first, past.next_group)):
+        if group_id in past.carried:
+            continue
         if group_id not in dropped and (traces := _traces(reader, group_id)):
             stream.begin(traces)
         else:
@@ -185,32 +192,33 @@ def _read(reader: RunReader, config: Config, checkpoint: Checkpoint | None) -> R
     done = [row for row in rows if row.metrics is not None]
     _check_order(rows, len(done), first)
     stored = {row.group_id: row for row in reader.groups()}
-    again = [(_manifest(row), row.metrics or {}) for row in done[first:]]
-    planned = next((_manifest(row) for row in rows[len(done) :]), None)
-    manifests = [*(manifest for manifest, _ in again), *([planned] if planned else [])]
-    groups = _needed(reader, stored, manifests)
+    every = [_manifest(row) for row in rows]
+    again = [(one, row.metrics or {}) for one, row in zip(every, done, strict=False)][first:]
+    groups = _needed(reader, stored, every[first:])
     known = list(_known(reader, done, first, config.late_rewards.max_age, groups))
-    last = _manifest(rows[-1]) if rows else None
-    next_group = last.next_group if last else 0
+    last = every[-1] if every else None
+    taken = {group_id for manifest in every for group_id in manifest.taken_groups}
+    next_group = max(taken, default=-1) + 1
     return ResumeContents(
         checkpoint,
         len(done),
         again,
         known,
-        planned,
+        every[len(done)] if len(every) > len(done) else None,
         groups,
         {
             n: _waiting(reader, row)
             for n, row in stored.items()
-            if row.state == GroupState.FINISHED and n >= next_group
+            if row.state == GroupState.FINISHED and n not in taken
         },
         _pairs(reader) if config.replay.on else {},
         last.taken.asked if last and last.taken else 0,
-        [stored[n].traces for n in (*last.groups, *last.dropped)] if last else [],
+        [stored[n].traces for n in last.taken_groups] if last else [],
         reader.evaluations(),
         reader.poisoned(),
         next_group,
-        [(row.step, _manifest(row).results) for row in rows] if config.data.curriculum else [],
+        sorted(set(range(next_group)) - taken),
+        [(one.step, one.results) for one in every] if config.data.curriculum else [],
     )
 
 

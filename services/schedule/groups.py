@@ -12,7 +12,6 @@ Plain values; `resume_loader` reads them from a run directory.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +47,8 @@ class ResumeState:
 
     `past` are the done steps after the checkpoint, which are recomputed; `planned` is the next step
     where its manifest was written but its training did not finish. `groups` are the stored groups
-    that no step has taken, and `next_group` is the first group, stored or not, that none has taken.
+    that no step has taken. `next_group` is the first group, stored or not, such that none has taken
+    it or a later one, and `carried` are the earlier ones that none has taken.
     """
 
     steps: int = 0
@@ -58,6 +58,7 @@ class ResumeState:
     groups: dict[int, StoredGroup] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
     next_group: int = 0
+    carried: list[int] = field(default_factory=list)
 
 
 Sampled = asyncio.Task[Trace | None]
@@ -90,8 +91,9 @@ class Groups:
         self._heldout, self._on_drop = heldout, on_drop
         self._order = order or EpisodeOrder()
         self._cancelled = 0
-        self.running: deque[asyncio.Task[Group]] = deque()
-        """Groups that entered and are not collected yet, in order of entry."""
+        self.running: dict[int, asyncio.Task[Group]] = {}
+        """Groups by id that entered and are not collected yet, in order of entry."""
+        self._finishes = asyncio.Event()
         self._samples: set[Sampled] = set()
 
     def enter(self, group_ids: Sequence[int], version: int) -> None:
@@ -108,14 +110,37 @@ class Groups:
                 sampling = Sampling.training(self._config)
                 samples = self._start("train", episode, group_id, sampling)
             group = self._finish(group_id, samples, before or StoredGroup([]))
-            self.running.append(asyncio.create_task(group))
+            self.running[group_id] = asyncio.create_task(group)
+            self.running[group_id].add_done_callback(lambda _: self._finishes.set())
 
     async def collect(self, count: int) -> list[Group]:
-        """Return the next groups in order of entry. Waits for the slowest of them."""
-        groups = [await self.running[place] for place in range(count)]
-        for _ in groups:
-            self.running.popleft()
+        """Return the first finished groups in order of entry; waits for them.
+
+        At most `carried_groups` unfinished ones are passed over.
+        """
+        while (found := self._first_finished(count)) is None:
+            self._finishes.clear()
+            await self._finishes.wait()
+        groups, passed = found
+        for group in groups:
+            del self.running[group.group_id]
+        if self._replay is not None:
+            self._replay.pass_over(passed)
         return groups
+
+    def _first_finished(self, count: int) -> tuple[list[Group], list[int]] | None:
+        """Return the groups to collect and those to pass over, None while too few have finished."""
+        groups, passed = list[Group](), list[int]()
+        for group_id, running in self.running.items():
+            if running.done():
+                groups.append(running.result())
+            else:
+                passed.append(group_id)
+            if len(groups) == count:
+                return groups, passed
+            if len(passed) > self._config.schedule.carried_groups:
+                break
+        return None
 
     def figures(self) -> dict[str, int]:
         """Return the count of over-provisioned rollouts that were cancelled since the last call."""
@@ -130,7 +155,7 @@ class Groups:
 
     async def close(self) -> None:
         """Cancel every group and sample under way."""
-        under_way: list[asyncio.Task[Any]] = [*self.running, *self._samples]
+        under_way: list[asyncio.Task[Any]] = [*self.running.values(), *self._samples]
         await cancel_and_wait(under_way)
 
     async def _finish(

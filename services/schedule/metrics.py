@@ -26,7 +26,9 @@ def step_metrics(
     trained: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the counts and means of a step. Lags are in policy versions, money in US dollars."""
-    lags = [batch.step - version for trace in traces for version in trace.versions()]
+    versions = [version for trace in traces for version in trace.versions()]
+    oldest = batch.oldest
+    lags = [batch.step - one for one in versions if oldest is None or one >= oldest]
     return {
         "step": batch.step + 1,
         "policy_version": batch.step + 1,
@@ -52,6 +54,7 @@ def step_metrics(
         **{f"late/{name}": corrections.counts[name] for name in ("rewards", "expired")},
         **_left_out(traces),
         "late/samples": len(corrections.changes),
+        **({} if oldest is None else {"tokens/aged": len(versions) - len(lags)}),
         "lag/mean": _mean([float(lag) for lag in lags]),
         "lag/max": max(lags, default=0),
     }

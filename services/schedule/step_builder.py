@@ -10,9 +10,10 @@ The groups that a step takes, and which of them it trains. Pure.
 
     groups in order of entry --> kept until there are `prompts_per_step`
                              +-> dropped: equal rewards, or too old (dynamic sampling only)
+                             +-> passed over: unfinished, `carried_groups` at most
 
-A step stops at `groups_per_step` groups, however few of them it has kept, and trains on those.
-Which groups it takes depends only on their contents, so a resumed run takes the same ones.
+A step stops at `groups_per_step` groups, however few of them it has kept, and trains on those. Its
+manifest names them. Without carried groups they depend only on the contents of groups.
 """
 
 from collections import Counter
@@ -269,8 +270,18 @@ class StepGroups:
     def _drops(self, group: Group) -> bool:
         if not self.config.dynamic_sampling:
             return False
-        oldest = self.step - self.config.max_lag
-        return equal_rewards(group.traces) or any(_is_older(one, oldest) for one in group.traces)
+        flat, oldest = equal_rewards(group.traces), self.step - self.config.max_lag
+        if self.config.carried_groups:
+            return flat
+        return flat or any(_is_older(one, oldest) for one in group.traces)
+
+
+def carried_text(step: int, passed: Sequence[int], carried: int) -> str:
+    """Return a sentence about the groups that a step passes over for the first time."""
+    return (
+        f"step {step + 1} passes over unfinished groups ({', '.join(map(str, passed))}): each is "
+        f"trained by the first step after it has finished; {carried} are carried now"
+    )
 
 
 def _is_older(trace: Trace, version: int) -> bool:

@@ -10,7 +10,11 @@ from functools import cached_property, partial
 from itertools import zip_longest
 from operator import attrgetter
 
-from composer_mesh.channels.policy import policy_sample, without_zero_advantages
+from composer_mesh.channels.policy import (
+    policy_sample,
+    without_aged,
+    without_zero_advantages,
+)
 from composer_mesh.channels.port import make_channel, samples_of
 from composer_mesh.channels.replay import pair_samples
 from composer_mesh.channels.sdpo import HintedSites, hinted_sites
@@ -90,16 +94,22 @@ class Batcher:
         """
         most, weight = self.config.policy.max_context, self.config.replay.weight_pairs_by
         packed = pair_samples(pairs, self.chat, most, weight)
-        sites = self._sites(groups, worded or WrittenHints()) if self.config.sdpo.on else None
+        oldest = self.config.schedule.oldest_trained(step)
+        worded = worded or WrittenHints()
+        sites = self._sites(groups, worded, oldest) if self.config.sdpo.on else None
         views, counts = (sites.views, sites.counts) if sites else ([], None)
         every = [one for group in groups for trace in group for one in trace.trajectories()]
         channels = self._channels.of([one for one in every if one.turns])
         others: list[HintedView | ChannelSample] = [*views]
         others += (one for found in channels.values() for one in found)
-        samples, skipped = self._needed([*self._samples(every, groups), *corrections], others)
+        samples = [*self._samples(every, groups), *corrections]
+        if oldest is not None:
+            samples = [without_aged(one, oldest) for one in samples]
+        samples, skipped = self._needed(samples, others)
         success = _success(groups)
         return StepBatch(
-            step, samples, views, packed, counts, skipped, success, agreement, channels
+            *(step, samples, views, packed, counts, skipped, success, agreement, channels),
+            oldest=oldest,
         )
 
     @cached_property
@@ -115,7 +125,9 @@ class Batcher:
             return samples, Skipped()
         return without_zero_advantages(samples, others)
 
-    def _sites(self, groups: Sequence[Sequence[Trace]], worded: WrittenHints) -> HintedSites:
+    def _sites(
+        self, groups: Sequence[Sequence[Trace]], worded: WrittenHints, oldest: int | None
+    ) -> HintedSites:
         # Iterates sample by sample over the groups, so that each prompt gets its share of the
         # views.
         found = [trace for row in zip_longest(*groups) for trace in row if trace is not None]
@@ -130,6 +142,7 @@ class Batcher:
             worded.written,
             self.task.hint_templates,
             self.config.sdpo,
+            oldest,
         )
         for reason in sites.counts.faults:
             self.report(reason)

@@ -110,9 +110,9 @@ class StepManifest:
     results: tuple[GroupResult, ...] = ()
 
     @property
-    def next_group(self) -> int:
-        """The first group, in order of entry, that neither this step nor an earlier one took."""
-        return max((*self.groups, *self.dropped), default=-1) + 1
+    def taken_groups(self) -> tuple[int, ...]:
+        """The groups that the step took, whether it trains them or not."""
+        return (*self.groups, *self.dropped)
 
 
 _RECIPE = fail_fast(StepManifest)

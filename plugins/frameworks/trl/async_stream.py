@@ -270,7 +270,7 @@ class SampleStream:
         """Start groups while there is room for all their rollouts."""
         while self.is_open and self._outstanding + self._size <= self._queues.most:
             self._groups.enter([self.next_group], self.version)
-            self._groups.running[-1].add_done_callback(self._progressed)
+            self._groups.running[self.next_group].add_done_callback(self._progressed)
             self._versions[self.next_group] = self.version
             self._progressed()
             self.next_group += 1

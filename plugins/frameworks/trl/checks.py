@@ -137,12 +137,17 @@ def check_async_grpo(config: Config, args: Any) -> None:
 
 def _refuse_unused(config: Config) -> None:
     """Raise ValueError for settings that AsyncGRPOTrainer cannot keep."""
-    generator = config.generator
+    generator, schedule = config.generator, config.schedule
     for key, is_set, why in (
         ("sdpo.alpha", config.sdpo.on, "trains no hints: set it to 0"),
         ("replay.beta", config.replay.on, "trains no pairs: set it to 0"),
         ("advantage", config.advantage != GroupAdvantage(), "has its own: leave it out"),
         ("data.curriculum", config.data.curriculum, "reports no results of its steps: remove it"),
+        (
+            "schedule.carried_groups",
+            schedule.carried_groups,
+            "takes groups as they enter: set it to 0",
+        ),
         ("late_rewards.max_age", config.late_rewards.on, "keeps no trained step: set it to 0"),
         ("tracking", config.tracking, "logs by its own report_to: remove it"),
         ("islands.store", config.islands.on, "averages with no other run: remove it"),

@@ -14,6 +14,7 @@
     late_replay        late pairs, behind a gate
     paid_replay        paid teachers with every fault of a provider, under a ceiling
     policy_alone       one channel, from the checkpoint of another run, over-provisioned groups
+    carried            one group waits at a gate over many steps, and the run is killed meanwhile
     own_functions      the user's own loss, advantage and backend
     two_hosts          two hosts, of which one is lost and replaced, until the controller is killed
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -50,6 +52,8 @@ from side_by_side import SideBySide
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 from composer_mesh.actors.experts.http import TOKEN_ENV
 from composer_mesh.services.directory.status import read_status
+from composer_mesh.services.steps.step_manifest import manifest_from_json
+from composer_mesh.services.store.reading import RunReader
 
 Settings = dict[str, Any]
 
@@ -153,7 +157,7 @@ def trainer_killed(runs: SideBySide, folder: Path) -> Finished:
 
 @dataclass
 class Resumed:
-    """One run in three parts: stopped by SIGTERM, killed with all its processes, ended."""
+    """One run in parts: stopped by SIGTERM, or killed with all its processes, and then resumed."""
 
     stopped: Finished
     run: LiveRun
@@ -351,6 +355,76 @@ def policy_alone(runs: SideBySide, folder: Path) -> Finished:
     settings["schedule.overprovision"] = 2
     with launched(folder / "run", runs.cache, settings) as run:
         return Finished(run, run.wait(), {"checkpoint": checkpoint})
+
+
+GATED = """
+import asyncio
+
+from composer_mesh import Workflow
+
+
+class Gated(Workflow):
+    def __init__(self, port, index):
+        self.port, self.index = port, index
+
+    async def run(self, episode, engine):
+        async with engine.environment() as session:
+            agent = engine.conversation(session.messages)
+            text = await agent.act()
+            if (episode.split, episode.index) == ("train", self.index):
+                await self.opened()
+            while not (step := await session.step(text)).done:
+                agent.say(step.messages)
+                text = await agent.act()
+            outcome = await session.finish()
+        return [agent.trajectory(outcome.reward, success=outcome.success)]
+
+    async def opened(self):
+        # The gate accepts no connection, and closes them all when it opens.
+        try:
+            reader, _ = await asyncio.open_connection("127.0.0.1", self.port)
+            await reader.read()
+        except OSError:
+            pass
+"""
+HELD = 1
+"""The group whose rollouts wait at the gate after their first turn; it plays the episode `HELD`."""
+CARRIED: Settings = {
+    "run.steps": 12,
+    "schedule.carried_groups": 2,
+    "schedule.max_token_age": 3,
+    "schedule.group_size": 2,
+    "replay.actors": 1,
+    "eval.episodes": 2,
+    "trainer.checkpoint_every": 2,
+    "rollouts.workflow": "gated_workflow.py:Gated",
+}
+
+
+def carried(runs: SideBySide, folder: Path) -> Resumed:
+    """Killed with all its processes after two steps; the gate opens five steps after that."""
+    root, work = folder / "run", folder / "work"
+    work.mkdir()
+    (work / "gated_workflow.py").write_text(GATED)
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as gate:
+        options = f"{{port = {gate.getsockname()[1]}, index = {HELD}}}"
+        settings = {**CARRIED, "rollouts.options": options}
+        with launched(root, runs.cache, settings, work) as run:
+            after_steps(run, 2)
+            run.signal_group(signal.SIGKILL)
+            killed = Finished(run, run.process.wait())
+            wait_until(lambda: not run.living(), "end of the last process", GONE_DEADLINE_S)
+            killed.seen = {"steps": steps(run), "groups": taken_groups(root)}
+        with launched(root, runs.cache, settings, work, options=("--resume",)) as run:
+            after_steps(run, killed.seen["steps"] + 5)
+            gate.close()
+            return Resumed(killed, run, run.wait())
+
+
+def taken_groups(root: Path) -> list[tuple[int, ...]]:
+    """The groups of each step that is planned, step by step."""
+    with RunReader(root) as reader:
+        return [manifest_from_json(row.step, row.manifest).groups for row in reader.steps()]
 
 
 def own_functions(runs: SideBySide, folder: Path) -> Finished:

@@ -27,6 +27,7 @@ MAKES: dict[str, Make] = {
         two_hosts,
         shared_runs.controller_killed,
         shared_runs.replicas_killed,
+        shared_runs.carried,
         shared_runs.synchronous,
         shared_runs.trainer_killed,
         shared_runs.colocated_killed,
@@ -43,7 +44,7 @@ MAKES: dict[str, Make] = {
     )
 }
 """In the order in which they start: the longest first."""
-LONG_RUNS = {"policy_alone", "late_replay", "replay_lost", "unsupervised"}
+LONG_RUNS = {"policy_alone", "late_replay", "replay_lost", "unsupervised", "carried"}
 """Those that `make test` does not make: of options, or near to another one."""
 AT_ONCE = "RUN_JOBS"
 """Environment variable: how many runs are made side by side."""

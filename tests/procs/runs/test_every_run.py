@@ -12,7 +12,7 @@ from composer_mesh.configs.load import load_config
 ENDED = (
     *("asynchronous", "synchronous", "trainer_killed", "controller_killed", "interrupted"),
     *("replicas_killed", "teacher_killed", "replay_lost", "late_replay", "paid_replay"),
-    "colocated_killed",
+    *("colocated_killed", "carried"),
 )
 """Runs that have ended by themselves or by a signal to them."""
 
@@ -23,8 +23,9 @@ def run(request: pytest.FixtureRequest) -> LiveRun:
     return made.run
 
 
-def test_no_token_of_a_run_is_older_than_max_lag(run: LiveRun) -> None:
-    bound = load_config(run.root / "config.toml", []).schedule.max_lag
+def test_no_trained_token_of_a_run_is_older_than_max_lag(run: LiveRun) -> None:
+    schedule = load_config(run.root / "config.toml", []).schedule
+    bound = schedule.max_token_age or schedule.max_lag
     steps = run.objects("metrics.jsonl")
     assert steps
     assert max(step["lag/max"] for step in steps) <= bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from async_world import Durations, World, play, simulate
@@ -76,3 +77,15 @@ def test_the_product_takes_groups_in_their_order_within_the_bound(max_lag: int) 
     world, _ = play(SHORT, max_lag, 6, groups=(2, 2))
     assert world.taken == [[2 * step, 2 * step + 1] for step in range(6)]
     assert max(metrics["lag/max"] for metrics in world.metrics) <= max_lag
+
+
+def test_with_carried_groups_every_group_is_taken_once_and_no_old_token_is_trained() -> None:
+    slow = replace(SHORT, slow_share=0.1)
+    waiting, waited_s = play(slow, 1, 12, groups=(2, 2))
+    carrying, took_s = play(slow, 1, 12, groups=(2, 2), carried=4, max_token_age=2)
+    taken = [group for groups in carrying.taken for group in groups]
+    assert sorted(taken) == [group for groups in waiting.taken for group in groups]
+    assert taken != sorted(taken)
+    assert took_s < waited_s
+    assert max(metrics["lag/max"] for metrics in carrying.metrics) <= 2
+    assert sum(metrics["tokens/aged"] for metrics in carrying.metrics) > 0

@@ -99,6 +99,16 @@ OTHER_BUDGET = {"usd": 2.0, "ledger": "other.sqlite"}
         ),
         ({"schedule": {"max_lag": 2}}, {"schedule": {"max_lag": 1}}, {"schedule.max_lag": False}),
         (
+            {"schedule": {"max_lag": 1, "carried_groups": 2}},
+            {"schedule": {"max_lag": 2, "carried_groups": 2}},
+            {"schedule.max_lag": False},
+        ),
+        (
+            {"schedule": {"max_lag": 1, "carried_groups": 2, "max_token_age": 3}},
+            {"schedule": {"max_lag": 2, "carried_groups": 2, "max_token_age": 3}},
+            {"schedule.max_lag": True},
+        ),
+        (
             {"replay": REPLAY},
             {"replay": {**REPLAY, "teachers": SLOWER}},
             {
@@ -118,7 +128,10 @@ OTHER_BUDGET = {"usd": 2.0, "ledger": "other.sqlite"}
             {"replay.budget.usd": True, "replay.budget.ledger": False},
         ),
     ],
-    ids=["steps of a moving rate", "smaller lag", "limits and model", "more teachers", "budget"],
+    ids=[
+        *("steps of a moving rate", "smaller lag", "larger lag and age", "larger lag alone"),
+        *("limits and model", "more teachers", "budget"),
+    ],
 )
 def test_whether_a_change_is_safe_depends_on_the_key_and_for_some_on_the_values(
     build_config: Any, before: dict[str, Any], after: dict[str, Any], safe: dict[str, bool]

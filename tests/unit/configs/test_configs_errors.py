@@ -163,6 +163,18 @@ BROKEN = {
         ["schedule.overprovision=2", "schedule.max_lag=0"],
         ["overprovision is 2", "max_lag is 0", "repeats bit for bit", "set max_lag to 1"],
     ),
+    "carried in lockstep": (
+        ["schedule.carried_groups=2", "schedule.max_lag=0"],
+        ["carried_groups is 2", "max_lag is 0", "waits for all", "set max_lag to 1"],
+    ),
+    "age of nothing": (
+        ["schedule.max_token_age=4"],
+        ["max_token_age is 4", "carried_groups is 0", "remove max_token_age"],
+    ),
+    "tokens younger than the lag": (
+        ["schedule.carried_groups=2", "schedule.max_lag=4", "schedule.max_token_age=3"],
+        ["max_token_age is 3", "max_lag is 4", "raise max_token_age to max_lag"],
+    ),
     "dropped before its rewards": (
         ["schedule.dynamic_sampling=true", "late_rewards.max_age=2"],
         ["schedule.dynamic_sampling is true", "late_rewards.max_age is 2", "max_age to 0"],

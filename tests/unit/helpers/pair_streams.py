@@ -140,7 +140,11 @@ class Running:
 
     async def take(self, step: int) -> TakenPairs:
         """The pairs of a step that is planned with them."""
-        return self.store.plan(await self.stream.take(step, (step + 1) * PROMPTS))
+        return await self.take_before(step, (step + 1) * PROMPTS)
+
+    async def take_before(self, step: int, groups: int) -> TakenPairs:
+        """The same where the steps so far have taken groups before this one."""
+        return self.store.plan(await self.stream.take(step, groups))
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """The window: under every interleaving no token is too old, and the run never gets stuck.
 
-With dynamic sampling steps are of unequal length, and their ends are known late.
+With dynamic sampling steps are of unequal length, and their ends are known late. With carried
+groups they pass over what has not finished.
 """
 
 from __future__ import annotations
@@ -25,41 +26,65 @@ class Simulation:
     """A run in which anything that may happen next does happen, in the order that is drawn.
 
     Groups enter, sample at versions then served, and finish in any order, some of them to be
-    dropped; a step takes the next groups in order of entry once they have finished; its pull comes
-    later. The first `start` steps were done before. Without `spare` groups each step takes as many.
+    dropped; a step takes the first finished groups in order of entry, once it need not pass over
+    more than `carries`; its pull comes later. The first `start` steps were done before. Without
+    `spare` groups each step takes as many.
     """
 
     def __init__(
-        self, prompts: int, most: int, max_lag: int, steps: int, start: int, data: st.DataObject
+        self,
+        prompts: int,
+        most: int,
+        max_lag: int,
+        steps: int,
+        start: int,
+        data: st.DataObject,
+        carries: int = 0,
     ) -> None:
         self.prompts, self.most, self.max_lag, self.steps = prompts, most, max_lag, steps
         self.data, self.trained, self.served = data, start, start
-        self.first = data.draw(st.integers(start * prompts, start * most))
-        sampling = {"taken": self.first, "groups_per_step": most} if most > prompts else {}
+        self.carries = carries
+        taken = data.draw(st.integers(start * prompts, start * most))
+        behind = data.draw(st.integers(0, carries if start else 0))
+        self.first = taken + behind
+        order = data.draw(st.permutations(range(self.first)))
+        self.carried = sorted(order[:behind])
+        sampling = {"taken": self.first, "groups_per_step": most, "carried": self.carried}
         self.window = Window(prompts, max_lag, steps, start, **sampling)
-        self.most_running = 0
-        self.next = self.first
+        self.most_untaken = self.most_carried = 0
+        self.passed = set(self.carried)
+        """Groups that a step has passed over."""
         self.versions: dict[int, list[int]] = {}
         self.flat: dict[int, bool] = {}
         """The groups that have finished, and whether they are dropped."""
         self.lags: list[int] = []
-        self.taken: list[int] = []
+        """Of groups that no step has passed over."""
+        self.taken: list[list[int]] = []
+
+    @property
+    def untaken(self) -> list[int]:
+        taken = {group for batch in self.taken for group in batch}
+        return [group for group in self.versions if group not in taken]
 
     @property
     def running(self) -> list[int]:
         return [group for group in self.versions if group not in self.flat]
 
     def batch(self) -> list[int] | None:
-        """The groups of the next step, None while one of them has not finished."""
+        """The groups of the next step, None while too few have finished."""
         found: list[int] = []
-        kept = 0
-        while kept < self.prompts and len(found) < self.most:
-            group = self.next + len(found)
-            if group not in self.flat:
+        kept = passed = 0
+        for group in self.untaken:
+            if group in self.flat:
+                found.append(group)
+                kept += not self.flat[group]
+            else:
+                passed += 1
+            if kept == self.prompts or len(found) == self.most:
+                return found
+            if passed > self.carries:
                 return None
-            found.append(group)
-            kept += not self.flat[group]
-        return found
+        return None
 
     def moves(self) -> list[str]:
         may_train = self.trained < self.steps and self.batch() is not None
@@ -73,7 +98,7 @@ class Simulation:
     def _enter(self) -> None:
         newest = self.data.draw(st.integers(self.served, self.trained))
         self.versions[self.window.enter()] = [self.served, newest]
-        self.most_running = max(self.most_running, len(self.running))
+        self.most_untaken = max(self.most_untaken, len(self.untaken))
 
     def _finish(self) -> None:
         group = self.data.draw(st.sampled_from(self.running))
@@ -84,10 +109,16 @@ class Simulation:
     def _train(self) -> None:
         batch = self.batch()
         assert batch is not None
-        self.lags += [self.trained - version for group in batch for version in self.versions[group]]
-        self.taken.append(len(batch))
-        self.next += len(batch)
-        self.window.took(len(batch))
+        self.lags += [
+            self.trained - version
+            for group in batch
+            if group not in self.passed
+            for version in self.versions[group]
+        ]
+        self.taken.append(batch)
+        self.window.took(batch)
+        self.passed |= {group for group in self.untaken if group < max(batch)}
+        self.most_carried = max(self.most_carried, self.window.carried)
         self.trained += 1
 
     def _pull(self) -> None:
@@ -96,9 +127,15 @@ class Simulation:
 
 
 def play(
-    prompts: int, spare: int, max_lag: int, steps: int, start: int, data: st.DataObject
+    prompts: int,
+    spare: int,
+    max_lag: int,
+    steps: int,
+    start: int,
+    data: st.DataObject,
+    carries: int = 0,
 ) -> Simulation:
-    run = Simulation(prompts, prompts + spare, max_lag, start + steps, start, data)
+    run = Simulation(prompts, prompts + spare, max_lag, start + steps, start, data, carries)
     while moves := run.moves():
         run.do(data.draw(st.sampled_from(moves)))
     return run
@@ -110,7 +147,7 @@ def test_no_token_is_older_than_max_lag_in_any_interleaving(
 ) -> None:
     run = play(prompts, spare, max_lag, steps, start, data)
     assert all(0 <= lag <= max_lag for lag in run.lags)
-    assert run.most_running <= (max_lag + 1) * (prompts + spare)
+    assert run.most_untaken <= (max_lag + 1) * (prompts + spare)
 
 
 @given(**SIZES)
@@ -120,8 +157,38 @@ def test_every_step_is_trained_and_no_group_is_sampled_that_no_step_takes(
     run = play(prompts, spare, max_lag, steps, start, data)
     assert run.trained == run.served == start + steps
     assert not run.window.may_enter()
-    assert list(run.versions) == list(range(run.first, run.next))
-    assert all(prompts <= taken <= prompts + spare for taken in run.taken)
+    assert not run.untaken
+    assert [group for batch in run.taken for group in batch] == list(run.versions)
+    assert list(run.versions) == list(range(run.first, run.first + len(run.versions)))
+    assert all(prompts <= len(batch) <= prompts + spare for batch in run.taken)
+
+
+CARRYING = SIZES | {"max_lag": st.integers(1, 3), "carries": st.integers(1, 4)}
+
+
+@given(**CARRYING)
+def test_a_carrying_run_trains_every_step_within_its_bounds_in_any_interleaving(
+    prompts: int,
+    spare: int,
+    max_lag: int,
+    steps: int,
+    start: int,
+    data: st.DataObject,
+    carries: int,
+) -> None:
+    run = play(prompts, spare, max_lag, steps, start, data, carries)
+    assert run.trained == run.served == start + steps
+    assert run.most_carried <= carries
+    assert run.most_untaken <= (max_lag + 1) * (prompts + spare) + carries
+    taken = [group for batch in run.taken for group in batch]
+    assert len(set(taken)) == len(taken)
+    assert list(run.versions)[: len(run.carried)] == run.carried, "they enter again first"
+    kept = [sum(not run.flat[group] for group in batch) for batch in run.taken]
+    assert all(one == prompts or len(b) == run.most for one, b in zip(kept, run.taken, strict=True))
+    if spare == 0:
+        assert all(0 <= lag <= max_lag + -(-carries // prompts) for lag in run.lags)
+    if set(kept) == {prompts}:
+        assert not run.untaken, "every sampled group was taken"
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))

@@ -1,4 +1,4 @@
-"""Dynamic sampling on a real run directory: a run that is stopped anywhere goes on from there."""
+"""Dynamic sampling and carried groups on a real run directory: a run that is stopped goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from controller_world import CHANNELS, World, rollouts_of
 
 from composer_mesh.configs.schema import Config
+from composer_mesh.rollouts.batches import StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.traces import equal_rewards
 from composer_mesh.services.controller import Controller, Ports
 from composer_mesh.services.replay.pair_stream import make_pair_stream
@@ -34,9 +36,15 @@ PROMPTS, STEPS = 2, 4
 
 @pytest.fixture
 def build(build_config: Any) -> Any:
-    def config(max_lag: int, curriculum: dict[str, Any] | None = None) -> Config:
+    def config(
+        max_lag: int,
+        curriculum: dict[str, Any] | None = None,
+        carried: int = 0,
+        dynamic: bool = True,
+    ) -> Config:
         schedule = {"prompts_per_step": PROMPTS, "group_size": 3, "max_lag": max_lag}
-        schedule |= {"dynamic_sampling": True, "oversampling": 2}
+        schedule |= {"dynamic_sampling": True, "oversampling": 2} if dynamic else {}
+        schedule["carried_groups"] = carried
         run = {"name": "unit", "seed": 3, "steps": STEPS}
         data = {"curriculum": curriculum} if curriculum else {}
         return build_config(run=run, schedule=schedule, data=data, **CHANNELS)
@@ -48,6 +56,30 @@ def build(build_config: Any) -> Any:
 def new_world(tokenizer: Any, toolbox: ToolboxTask) -> Any:
     chat = ChatFormat(tokenizer, toolbox.tools)
     return lambda seed: World(toolbox, chat, seed=seed)
+
+
+SLOW = {1, 4}
+
+
+class SlowGroups(World):
+    """Where the policy is slow in some groups: it waits for two steps more than they need."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stepped = asyncio.Event()
+
+    async def generate(self, request: GenerationRequest, group: str = "") -> GenerationResult:
+        split, number, *_ = request.request_id.split("-")
+        if split == "train" and int(number) in SLOW:
+            while self.trained < min(int(number) // PROMPTS + 2, STEPS - 1):
+                await self.stepped.wait()
+        return await super().generate(request, group)
+
+    async def train(self, batch: StepBatch) -> dict[str, Any]:
+        trained = await super().train(batch)
+        self.stepped.set()
+        self.stepped = asyncio.Event()
+        return trained
 
 
 async def go_on(world: World, config: Config, root: Path, turns: int | None = None) -> bool:
@@ -91,11 +123,9 @@ def check(root: Path, worlds: list[World], config: Config) -> None:
     steps = manifests(root)
     taken = [group for one in steps for group in sorted((*one.groups, *one.dropped))]
     assert taken == list(range(len(taken)))
+    check_groups(root, taken)
     with RunReader(root) as reader:
-        assert [row.group_id for row in reader.groups()] == taken
         groups = {group: reader.traces(group) for group in taken}
-        assert [metrics["step"] for metrics in reader.metrics()] == list(range(1, STEPS + 1))
-        assert {row.group_id for row in reader.teacher_queries()} == set(taken)
     for one in steps:
         assert [n for n in one.dropped if not equal_rewards(groups[n])] == []
         assert [n for n in one.groups if equal_rewards(groups[n])] == []
@@ -106,6 +136,14 @@ def check(root: Path, worlds: list[World], config: Config) -> None:
     silent = {trace.trace_id for one in steps for n in one.dropped for trace in groups[n]}
     assert silent
     assert silent.isdisjoint(asked for world in worlds for asked in world.names("asked"))
+
+
+def check_groups(root: Path, taken: list[int]) -> None:
+    """Every group that has entered was taken, and teachers were asked about it."""
+    with RunReader(root) as reader:
+        assert [row.group_id for row in reader.groups()] == taken
+        assert [metrics["step"] for metrics in reader.metrics()] == list(range(1, STEPS + 1))
+        assert {row.group_id for row in reader.teacher_queries()} == set(taken)
 
 
 def check_episodes(root: Path, config: Config) -> None:
@@ -146,6 +184,38 @@ async def test_a_run_that_is_stopped_anywhere_takes_every_group_once(
     assert used > 3
     check(tmp_path, worlds, config)
     check_episodes(tmp_path, config)
+
+
+@pytest.mark.parametrize(("max_lag", "dynamic"), [(1, False), (2, False), (1, True)])
+async def test_a_carrying_run_that_is_stopped_anywhere_takes_every_group_once(
+    tmp_path: Path,
+    build: Any,
+    tokenizer: Any,
+    toolbox: ToolboxTask,
+    max_lag: int,
+    dynamic: bool,
+) -> None:
+    chat = ChatFormat(tokenizer, toolbox.tools)
+    config = build(max_lag, carried=2, dynamic=dynamic)
+    ended, used, planned = False, 0, list[tuple[int, ...]]()
+    while not ended:
+        world = SlowGroups(toolbox, chat, seed=used)
+        ended = await go_on(world, config, tmp_path, turns=150 + 20 * used)
+        used += 1
+        steps = [one.taken_groups for one in manifests(tmp_path)]
+        assert steps[: len(planned)] == planned, "what was planned before is trained as it was"
+        planned = steps
+    taken = [group for one in planned for group in one]
+    assert used > 3
+    assert taken != sorted(taken), "no group was passed over"
+    assert len(set(taken)) == len(taken)
+    full = all(len(one.groups) == PROMPTS for one in manifests(tmp_path))
+    assert full or dynamic
+    if full:
+        check_groups(tmp_path, sorted(taken))
+    with RunReader(tmp_path) as reader:
+        assert max(metrics["lag/max"] for metrics in reader.metrics()) <= max_lag
+        assert max(metrics["rollouts/carried"] for metrics in reader.metrics()) <= 2
 
 
 @pytest.mark.parametrize("curriculum", [None, CURRICULUM], ids=["in order", "curriculum"])

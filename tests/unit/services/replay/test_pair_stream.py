@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +179,62 @@ async def test_groups_from_the_first_missing_row_on_are_asked_about_again(
         kept = {pair.pair_id: pair for pair in run.kept}
         asked = (query_record_from_json(n, body, kept) for n, body in run.store.asked.items())
         assert again.stream.restore(asked, PROMPTS) == 0
+
+
+async def test_no_group_waits_for_one_that_is_passed_over_which_is_asked_about_when_it_finishes(
+    config_of: Any, toolbox: ToolboxTask
+) -> None:
+    world = World(toolbox)
+    async with running(world, config_of("same_step")) as run:
+        for group in (0, 2, 3):
+            run.stream.begin(group_of(toolbox, group))
+        await until(lambda: len(world.asked) == 2)
+        assert groups_of(world.asked) == {0}
+        run.stream.pass_over([1])
+        run.stream.pass_over([1])
+        await run.take_before(0, 4)
+        assert groups_of(world.asked) == {0, 2, 3}
+        run.stream.begin(group_of(toolbox, 1))
+        run.stream.begin(group_of(toolbox, 4))
+        taken = await run.take_before(1, 5)
+        assert [int(pair.trace_id.split("-")[1]) for pair in taken.pairs] == [1, 1, 4, 4]
+
+
+async def test_a_resumed_stream_asks_about_carried_groups_alone(
+    config_of: Any, toolbox: ToolboxTask
+) -> None:
+    """Group 1 was passed over and had finished, groups 2 and 5 had not."""
+    world, config = World(toolbox), config_of("same_step")
+    async with running(world, config) as run:
+        run.stream.pass_over([1, 2])
+        for group in (0, 3, 4, 1):
+            run.stream.begin(group_of(toolbox, group))
+        run.stream.pass_over([5])
+        run.stream.begin(group_of(toolbox, 6))
+        await run.take_before(0, 7)
+    world.asked.clear()
+    async with running(world, config, run.store) as again:
+        kept = {pair.pair_id: pair for pair in run.kept}
+        asked = (query_record_from_json(n, b, kept) for n, b in sorted(run.store.asked.items()))
+        assert again.stream.restore(asked, 7, [1, 2, 5]) == 7
+        for group in (1, 5, 7, 2):
+            again.stream.begin(group_of(toolbox, group))
+        taken = await again.take_before(1, 8)
+        assert [int(pair.trace_id.split("-")[1]) for pair in taken.pairs] == [
+            6,
+            6,
+            5,
+            5,
+            7,
+            7,
+            2,
+            2,
+        ]
+        assert groups_of(world.asked) == {2, 5, 7}
+
+
+def groups_of(asked: Iterable[str]) -> set[int]:
+    return {int(state.split("-")[1]) for state in asked}
 
 
 async def test_draining_waits_for_the_last_teachers(config_of: Any, toolbox: ToolboxTask) -> None:

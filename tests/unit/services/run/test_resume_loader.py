@@ -181,7 +181,9 @@ class Stream:
         self.asked: list[int] = []
         self.entered: list[tuple[str, int]] = []
 
-    def restore(self, asked: Iterable[TeacherQueryRecord], taken: int) -> int:
+    def restore(
+        self, asked: Iterable[TeacherQueryRecord], taken: int, carried: Sequence[int]
+    ) -> int:
         self.asked = [group.group_id for group in asked]
         return len(self.asked)
 
@@ -267,6 +269,52 @@ async def test_teachers_are_not_asked_about_groups_that_a_step_has_dropped(
         restore_teacher_queries(past, stream, store.reading, 2 * PROMPTS)
     told = [("skip" if group in (1, 5) else "begin", group) for group in range(6)]
     assert stream.entered == told
+
+
+async def filled_with_holes(store: RunStore) -> None:
+    """Two steps that passed over the groups 1 and 2, of which 2 is finished; group 6 is too."""
+    for group in range(7):
+        store.enter(group, 0)
+        if group != 1:
+            await store.add_group(group, group_of(group, 0))
+    for step, groups in enumerate(((4, 5), (0, 3))):
+        await store.plan_step(step, groups, manifest_to_json(StepManifest(step, groups)))
+        await store.end_step(step, {"step": step + 1})
+
+
+async def test_groups_that_were_passed_over_wait_if_they_are_finished_and_enter_again(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled_with_holes(store)
+    past, events = await looked(tmp_path, config)
+    assert (past.steps, past.next_group, past.carried, events) == (2, 6, [1, 2], [])
+    assert sorted(past.waiting) == [2, 6]
+    assert [manifest.groups for manifest, _ in past.again] == [(4, 5), (0, 3)]
+    state = resume_state_of(past, Composing())  # type: ignore[arg-type]
+    assert (state.next_group, state.carried, sorted(state.groups)) == (6, [1, 2], [2, 6])
+
+
+async def test_teachers_are_not_asked_before_they_enter_about_groups_that_were_passed_over(
+    tmp_path: Path, config: Config
+) -> None:
+    stream: Any = Stream()
+    with opened(tmp_path, config) as store:
+        await filled_with_holes(store)
+        past = ResumeContents(next_group=6, carried=[1, 2])
+        restore_teacher_queries(past, stream, store.reading, 2 * PROMPTS)
+    assert stream.entered == [("begin", group) for group in (0, 3, 4, 5)]
+
+
+async def test_a_step_that_is_trained_anew_takes_from_groups_that_it_had_passed_over(
+    tmp_path: Path, config: Config
+) -> None:
+    with opened(tmp_path, config) as store:
+        await filled_with_holes(store)
+    flip(path_of(tmp_path, 3))
+    past, _ = await looked(tmp_path, config)
+    assert (past.steps, past.next_group, past.carried) == (1, 6, [0, 1, 2, 3])
+    assert sorted(past.waiting) == [0, 2, 6]
 
 
 class Composing:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,3 +200,88 @@ async def test_a_sample_that_fails_permanently_cancels_the_others() -> None:
         await first_of(rollouts, [0, 2])
     await asyncio.wait([one.task for one in rollouts])
     assert all(rollouts[sample].task.cancelled() for sample in (1, 3, 4))
+
+
+class Gated:
+    """Rollouts of groups that end when they are told to, and a store that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, Rollout] = {}
+
+    def start(self, _episode: Any, group: int, size: int, _: Any) -> list[asyncio.Task[Any]]:
+        assert size == 2
+        self.ended[group] = Rollout(group)
+        return [self.ended[group].task]
+
+    async def comparable(self, _: Any, traces: list[Trace]) -> list[Trace]:
+        return traces
+
+    def enter(self, group_id: int, version: int) -> None: ...
+
+    async def add_group(self, _: int, traces: Sequence[Trace]) -> list[Trace]:
+        return list(traces)
+
+    async def end(self, *groups: int) -> None:
+        for group in groups:
+            self.ended[group].ended.set()
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def gated(build_config: Any, carried: int, entered: int) -> AsyncIterator[tuple[Any, Groups]]:
+    schedule = {"prompts_per_step": 2, "group_size": 2, "max_lag": 1, "carried_groups": carried}
+    world: Any = Gated()
+    task: Any = SimpleNamespace(pick=lambda split, index: (split, index))
+    groups = Groups(build_config(schedule=schedule), task, world, world, None, None, {})
+    groups.enter(range(entered), 0)
+    try:
+        yield world, groups
+    finally:
+        await groups.close()
+
+
+async def ids_of(collecting: asyncio.Task[list[Group]]) -> list[int]:
+    return [group.group_id for group in await collecting]
+
+
+async def test_unfinished_groups_are_passed_over_and_collected_first_once_they_have_finished(
+    build_config: Any,
+) -> None:
+    async with gated(build_config, carried=2, entered=6) as (world, groups):
+        first = asyncio.create_task(groups.collect(2))
+        await world.end(3, 1)
+        assert await ids_of(first) == [1, 3]
+        assert list(groups.running) == [0, 2, 4, 5]
+        second = asyncio.create_task(groups.collect(2))
+        await world.end(5)
+        assert not second.done(), "it would pass over three groups"
+        await world.end(2)
+        assert await ids_of(second) == [2, 5]
+        third = asyncio.create_task(groups.collect(1))
+        await asyncio.sleep(0)
+        groups.enter([6], 1)
+        await world.end(6)
+        assert await ids_of(third) == [6], "one that entered meanwhile"
+
+
+async def test_without_carried_groups_they_are_collected_in_order_of_entry(
+    build_config: Any,
+) -> None:
+    async with gated(build_config, carried=0, entered=3) as (world, groups):
+        collecting = asyncio.create_task(groups.collect(2))
+        await world.end(1, 2)
+        assert not collecting.done()
+        await world.end(0)
+        assert await ids_of(collecting) == [0, 1]
+
+
+async def test_a_group_that_fails_ends_the_collection_also_where_it_could_be_passed_over(
+    build_config: Any,
+) -> None:
+    async with gated(build_config, carried=2, entered=4) as (world, groups):
+        world.ended[1].fails = True
+        collecting = asyncio.create_task(groups.collect(2))
+        await world.end(2, 1)
+        with pytest.raises(ValueError, match="sample 1"):
+            await collecting
