@@ -214,7 +214,7 @@ class RolloutWorkers:
         left_of = asyncio.get_running_loop().create_future
         self._left_by: defaultdict[str, asyncio.Future[dict[str, LeftSession]]]
         self._left_by = defaultdict(left_of)
-        """By dead worker: what is left of its sessions, once the environments have said so."""
+        """By dead worker: its sessions that are open, once the environments have answered."""
         self._left: dict[str, LeftSession] = {}
         """By trace id: the session in which the next attempt continues."""
         self._members = PoolPeers(pools.workers)
@@ -290,7 +290,7 @@ class RolloutWorkers:
         return min(its_own or self._workers.open, key=lambda name: self._playing[name].total())
 
     async def _left_of(self, worker: str, session: str) -> LeftSession | None:
-        """Return a dead worker's session if it is left. Waits until environments have said so."""
+        """Return a dead worker's session if it is open. Waits for the environments' answers."""
         answer = self._left_by[worker]
         await asyncio.wait([answer], timeout=self.left_s)
         return answer.result().get(session) if answer.done() else None
