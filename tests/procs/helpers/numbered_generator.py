@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import random
 from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.mesh.actor import MeshActor
+from composer_mesh.mesh.actor import MeshActor, own_endpoint
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 
 
@@ -40,8 +39,7 @@ class NumberedGenerator(MeshActor):
     async def generate_round(
         self, _number: int, _size: int, requests: list[GenerationRequest], _continues: bool
     ) -> list[GenerationResult]:
-        answer = inspect.unwrap(type(self).generate._method)
-        return [await answer(self, request) for request in requests]
+        return [await own_endpoint(self, "generate")(request) for request in requests]
 
     @concurrent_endpoint
     async def close_round(self, number: int) -> None:
