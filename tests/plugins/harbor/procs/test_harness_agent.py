@@ -9,6 +9,7 @@ import asyncio
 import shutil
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import small_harness
 from agent_templates import FAMILIES
 from chat_templates import with_template
+from fake_outside import PUBLIC, FakeOutside
 from harbor_folders import bash, written
 from harness_episodes import harness_trace
 from python_image import python_root, with_image
@@ -40,6 +42,17 @@ cd /app
 echo "${reward:-0}" > /logs/verifier/reward.txt
 """
 TOML = '[agent]\ntimeout_sec = 100\n[environment]\nworkdir = "/app"\ndocker_image = "rootfs:{}"\n'
+LISTED = """[verifier]
+network_mode = "no-network"
+{}network_mode = "allowlist"
+allowed_hosts = ["good.org"]
+"""
+FETCH = """python3 -c 'import urllib.request
+print(urllib.request.urlopen("http://good.org/").read().decode())' > got.txt"""
+GOT = """#!/bin/sh
+[ "$(cat /app/got.txt)" = "from outside" ] && reward=1
+echo "${reward:-0}" > /logs/verifier/reward.txt
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +64,8 @@ def folder() -> Path:
     (folder / "program").mkdir()
     shutil.copy(small_harness.__file__, folder / "program")
     with_image(EXAMPLES, folder / "examples", root)
+    listed = {"task.toml": LISTED.format(TOML.format(root)), "tests/test.sh": GOT}
+    written(folder / "listed", listed)
     return folder
 
 
@@ -77,10 +92,14 @@ async def played(
     rounds: int,
     status: int = 0,
     name: str = "task",
+    outside: FakeOutside | None = None,
 ) -> Trace:
     """Play a task; the harness plays so many rounds of a step, and ends with this status."""
-    task = HarborTask.create(TaskSettings(path=folder / name, max_turns=30))
+    options = {} if outside is None else {"network": "task"}
+    task = HarborTask.create(TaskSettings(path=folder / name, max_turns=30), **options)
     task.sandbox = containers
+    if outside is not None:
+        task.limits = replace(task.limits, outside=outside.as_outside)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         script = f"{PROGRAM}/small_harness.py"
@@ -188,3 +207,14 @@ async def test_a_step_below_its_reward_is_the_last_one_of_a_harness(
     name = "examples/steps-gated"
     trace = await played(folder, containers, generation, rounds=9, name=name)
     assert (trace.reward, len(generation.requests)) == (0.0, 2)
+
+
+async def test_a_harness_with_a_list_of_hosts_reaches_them_and_its_endpoint(
+    folder: Path, containers: Any, chat: ChatFormat
+) -> None:
+    generation, outside = ScriptedGeneration(chat, bash(FETCH), "done"), FakeOutside()
+    async with outside.serving():
+        trace = await played(
+            folder, containers, generation, rounds=9, name="listed", outside=outside
+        )
+    assert (trace.reward, outside.reached) == (1.0, [(PUBLIC, 80)])
