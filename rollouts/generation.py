@@ -7,6 +7,7 @@ Ends a sampled continuation at a text, for engines that stop at token ids only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -72,6 +73,12 @@ class GenerationResult:
     stop_reason: StopReason
     cached_tokens: int = 0
     experts: ExpertChoices | None = None
+
+
+def tokens_of(prompt: int, result: GenerationResult) -> Counter[str]:
+    """Return the tokens of an answer to a prompt: "prompt", "cached" of these, and "sampled"."""
+    sampled = len(result.token_ids)
+    return Counter(prompt=prompt, cached=result.cached_tokens, sampled=sampled)
 
 
 def tokens_to_stop(

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 import secrets
 import socket
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -397,9 +397,9 @@ class CapturedAgent:
         return sum(sum(one.trained) for one in self._unfailed().trajectories())
 
     @property
-    def sampled_tokens(self) -> int:
-        """How many tokens were sampled for the agent, received or not."""
-        return 0 if self._opened is None else self._opened.sampled_tokens
+    def tokens(self) -> Counter[str]:
+        """Tokens of the answers to the agent, received or not, as `tokens_of` counts them."""
+        return Counter() if self._opened is None else self._opened.tokens
 
     def _unfailed(self) -> AgentEpisode:
         if self._opened is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureForm
 from composer_mesh.rollouts.captured_turns import CapturedPrompt, CapturedTrajectory, CapturedTurn
 from composer_mesh.rollouts.chat import encoded
 from composer_mesh.rollouts.episode import Generation, Sample, Sampling, seed_of
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
+from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, tokens_of
 from composer_mesh.rollouts.traces import Message
 
 SessionKey = tuple[str, bytes]
@@ -113,7 +113,9 @@ class AgentEpisode:
         self._captured: dict[str, CapturedEpisode] = {}
         self._exchanges: defaultdict[SessionKey, list[Exchange]] = defaultdict(list)
         self._failures: dict[SessionKey, Exception] = {}
-        self._requested = self.sampled_tokens = 0
+        self._requested = 0
+        self.tokens = Counter[str]()
+        """Tokens of the answers so far, received or not, as `tokens_of` counts them."""
         self._ended = False
         self._in_order = asyncio.Lock()
         """Held while a prompt is made, so that a retry finds the request that it repeats."""
@@ -277,7 +279,8 @@ class AgentEpisode:
             self._failures[key] = error
             raise
         self._failures.pop(key, None)
-        self.sampled_tokens += sum(len(result.token_ids) for result in results)
+        for request, result in zip(requests, results, strict=True):
+            self.tokens += tokens_of(len(request.prompt_ids), result)
         requested = [
             (q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)
         ]

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,12 @@ from composer_mesh.mesh.programs import TiedProgram
 from composer_mesh.mesh.supervision import SessionLost
 from composer_mesh.rollouts.chat import ChatFormat, encoded
 from composer_mesh.rollouts.episode import Environments, Generation, Played, Sample, seed_of
-from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, cut_at
+from composer_mesh.rollouts.generation import (
+    GenerationRequest,
+    GenerationResult,
+    cut_at,
+    tokens_of,
+)
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message, Trace
 from composer_mesh.tasks.calls import TaskCalls
@@ -89,7 +95,8 @@ class WorkflowPlayer:
         finally:
             engine.close()
         trace = trace_of(replace(sample, episode=episode), found, answer, what)
-        return Played(trace, engine.prompt_tokens, engine.cached_tokens, engine.sampled_tokens)
+        tokens = engine.tokens
+        return Played(trace, tokens["prompt"], tokens["cached"], tokens["sampled"])
 
 
 class EpisodeEngine:
@@ -114,7 +121,7 @@ class EpisodeEngine:
         self._open: set[str] = set()
         self._chats: dict[str, ChatFormat] = {}
         self._opened: list[CapturedAgent] = []
-        self._sampled = self.prompt_tokens = self.cached_tokens = 0
+        self._tokens = Counter[str]()
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -160,9 +167,12 @@ class EpisodeEngine:
         return self._opened[-1]
 
     @property
-    def sampled_tokens(self) -> int:
-        """How many tokens were sampled so far, by the workflow or by its agents."""
-        return self._sampled + sum(agent.sampled_tokens for agent in self._opened)
+    def tokens(self) -> Counter[str]:
+        """Tokens of the answers so far, to the workflow and its agents, by kind.
+
+        The kinds are "prompt", "cached" and "sampled".
+        """
+        return sum((agent.tokens for agent in self._opened), self._tokens)
 
     async def run_program(
         self, command: Sequence[str], *, text: str = "", environ: Mapping[str, str] | None = None
@@ -217,9 +227,7 @@ class EpisodeEngine:
     def _generated(
         self, chat: ChatFormat, ids: list[int], result: GenerationResult, stop: Sequence[str]
     ) -> Generated:
-        self.prompt_tokens += len(ids)
-        self.cached_tokens += result.cached_tokens
-        self._sampled += len(result.token_ids)
+        self._tokens += tokens_of(len(ids), result)
         result = cut_at(stop, result, chat.raw_text)
         return Generated(chat.action_text(result.token_ids), ids, result)
 

@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ from composer_mesh.actors.rollout_workers.agent_episode import (
 from composer_mesh.actors.rollout_workers.workflows import WorkflowPlayer
 from composer_mesh.rollouts.captured_episode import CaptureFormat
 from composer_mesh.rollouts.chat import LONG_TEXT, ChatFormat
-from composer_mesh.rollouts.episode import EpisodePlayer
+from composer_mesh.rollouts.episode import EpisodePlayer, Played
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.tasks.errors import TaskError, UnusableTask
@@ -94,7 +95,8 @@ async def test_an_answer_that_could_not_be_sent_is_kept_for_the_next_request(
     first = await episode.answer(ASK, b"k", False)
     episode.release(first, sent=False)
     assert episode.trajectories() == []
-    assert episode.sampled_tokens == len(generation.results[0].token_ids)
+    asked, answer = len(generation.requests[0].prompt_ids), generation.results[0]
+    assert episode.tokens == Counter(prompt=asked, sampled=len(answer.token_ids))
     assert await episode.answer(ASK, b"k", False) is first
     episode.release(first, sent=True)
     assert len(episode.trajectories()) == 1
@@ -211,12 +213,16 @@ def ports(toolbox: ToolboxTask, tokenizer: Any) -> Ports:
     return Ports(toolbox, ChatFormat(tokenizer, toolbox.tools), lambda _: f"Answer: {answer}")
 
 
-async def played(ports: Ports, workflow: AgentWorkflow) -> Trace:
+async def played_counted(ports: Ports, workflow: AgentWorkflow) -> Played:
     player = WorkflowPlayer(workflow, ports, ports, ports.chat, 60.0)
     try:
-        return (await player.play(sample(ports.task), "train-000000-000")).trace
+        return await player.play(sample(ports.task), "train-000000-000")
     finally:
         await player.close()
+
+
+async def played(ports: Ports, workflow: AgentWorkflow) -> Trace:
+    return (await played_counted(ports, workflow)).trace
 
 
 class Asks(AgentWorkflow):
@@ -233,7 +239,8 @@ class Asks(AgentWorkflow):
 
 
 async def test_what_an_agent_samples_is_the_native_loops_trajectory(ports: Ports) -> None:
-    trace = await played(ports, Asks(ports.task.tools))
+    found = await played_counted(ports, Asks(ports.task.tools))
+    trace = found.trace
     native = await EpisodePlayer(ports, ports, ports.chat).play(sample(ports.task), "native")
     assert [turn.context_ids for turn in trace.turns] == [
         turn.context_ids for turn in native.trace.turns
@@ -242,6 +249,7 @@ async def test_what_an_agent_samples_is_the_native_loops_trajectory(ports: Ports
         turn.action_ids for turn in native.trace.turns
     ]
     assert (trace.reward, trace.success, trace.rewards) == (1.0, True, {"solved": 1.0})
+    assert found.prompt_tokens == native.prompt_tokens > 0
 
 
 def asks_by_http(messages: list[Message], base_url: str, api_key: str) -> str:

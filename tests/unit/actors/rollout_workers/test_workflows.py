@@ -107,6 +107,7 @@ async def test_the_share_of_sampled_tokens_that_train_leaves_out_context(ports: 
     played = await player.play(sample(ports.task), "train-000000-000")
     sizes = [len(ports.chat.action(f"word {number}")) for number in range(4)]
     assert played.sampled_tokens == sum(sizes)
+    assert played.prompt_tokens == sum(len(request.prompt_ids) for request in ports.requests)
     assert played.trained_tokens == sum(sizes[1:])
 
 
