@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from composer_mesh.configs.errors import ConfigError
-from composer_mesh.configs.hub import HubId, id_of, read_path
+from composer_mesh.configs.hub import HubId, read_path
 from composer_mesh.configs.validation import first_error, validated
 from composer_mesh.planning.hub import dataset_folder
 from composer_mesh.plugins.harbor.containers.port import Containers
@@ -167,8 +167,7 @@ class HarborTask(Task):
             raise UnusableTask(
                 f"task {self.name!r} needs a folder of Harbor tasks: set data.path to one"
             )
-        named = id_of(found)
-        return found if isinstance(found, Path) or named is None else _downloaded(named)
+        return found if isinstance(found, Path) else _downloaded(found)
 
     def _refuse_unset(self, folder: HarborFolder) -> None:
         """Raise UnusableTask where a task takes a variable that the options do not name."""
@@ -366,8 +365,10 @@ def _session(transcript: Transcript) -> HarborSession:
     return cast(HarborSession, transcript.session)
 
 
-def _downloaded(named: HubId) -> Path:
+def _downloaded(name: str) -> Path:
     """Return the folder of a dataset of a hub. Waits for its download where it is new."""
+    named = HubId.parse(name)
+    assert named is not None, name
     try:
         return dataset_folder(named, "data.path")
     except ConfigError as error:

@@ -93,13 +93,19 @@ def hub_remarks(config: Config) -> Iterator[str]:
     for key, section, named in ids_in(config):
         if isinstance(section, ModelSource):
             more = _weights_of(section.folder_of(named.repo), named)
-        elif isinstance(section, DataConfig | MixedTask) and task_class(section.task).reads_folder:
+        elif _is_folder(section):
             more = "a folder of files"
         else:
             splits = Counter(row.get(COLUMN, "its only split") for row in read_rows(str(named)))
             more = ", ".join(f"{count} rows of {split}" for split, count in splits.items())
         yield f"{key}: {named}, {more}"
     yield from _dequantized(config)
+
+
+def _is_folder(section: Any) -> bool:
+    """Whether a section with a dataset has a task that reads a folder of files."""
+    task = section.task if isinstance(section, DataConfig | MixedTask) else None
+    return task is not None and task_class(task).reads_folder
 
 
 def _dequantized(config: Config) -> Iterator[str]:
