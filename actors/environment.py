@@ -8,9 +8,10 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
@@ -22,13 +23,47 @@ from composer_mesh.mesh.actor import MeshActor, end_this_process
 from composer_mesh.mesh.call_server import Endpoint, current_caller
 from composer_mesh.mesh.call_stream import CallStream
 from composer_mesh.mesh.processes import cpu_seconds, resident_bytes
-from composer_mesh.mesh.supervision import SessionLost
-from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
+from composer_mesh.mesh.supervision import SessionLost, heard
+from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
+from composer_mesh.rollouts.episode import EpisodeRecord
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.errors import TaskProcessEnded, UnusableTask
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply
 from composer_mesh.tasks.task_loop import LoopLost, TooManyBlocked
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class OpenSession:
+    """A session, its caller, and the record from which another caller can continue.
+
+    `step` is the last one and `end` the call that finishes it. `expiry` drops a session whose
+    caller is dead; None while it has one.
+    """
+
+    process: TaskProcess
+    caller: str
+    record: EpisodeRecord
+    step: asyncio.Task[StepResult] | None = None
+    end: asyncio.Task[Outcome] | None = None
+    expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def turns(self) -> int:
+        """Number of recorded turns, with the one whose step is under way."""
+        return len(self.record.turns) + (self.step is not None and not self.step.done())
+
+    async def result(self, call: asyncio.Task[T]) -> T:
+        """Wait for one of its calls. Cancelled, it cancels the call, unless its caller is dead."""
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            if self.expiry is None:
+                await cancel_and_wait([call])
+            raise
+        return call.result()
 
 
 class UnknownSession(KeyError):
@@ -44,13 +79,16 @@ class EnvironmentActor(MeshActor):
     One call per session at a time. A call that blocks the task's event loop fails, and so does one
     that holds or ends the process, which is started again; other sessions that are lost with it are
     played again, through no fault of theirs.
+
+    A session outlives its rollout worker with the record of its episode: another worker adopts it
+    within `adoption_s` seconds. A step under way, or the scoring, continues meanwhile.
     """
 
     kind: ClassVar[str] = "environment"
+    adoption_s: ClassVar[float] = 600.0
 
     def __init__(self) -> None:
-        self._callers: dict[str, str] = {}
-        self._homes: dict[str, TaskProcess] = {}
+        self._sessions: dict[str, OpenSession] = {}
         self._process: TaskProcess | None = None
         self._starting = asyncio.Lock()
         self._judges: PeerJudges | None = None
@@ -98,20 +136,43 @@ class EnvironmentActor(MeshActor):
         except BaseException:
             self._forget(process, session_id)  # it may have started there
             raise
-        self._homes[session_id], process.episodes[session_id] = process, episode
-        self._callers[session_id] = current_caller.get()
+        record = EpisodeRecord(messages)
+        self._sessions[session_id] = OpenSession(process, current_caller.get(), record)
+        process.episodes[session_id] = episode
         self._count()
         return messages
 
     @concurrent_endpoint
-    async def step(self, session_id: str, text: str) -> StepResult:
-        """Execute an action."""
-        return await self._in_session("step", session_id, text)
+    async def adopt(self, session_id: str) -> EpisodeRecord | None:
+        """Give a dead caller's session to this one; return its record, None where it is not open.
+
+        Waits for its step under way, and raises the error of that.
+        """
+        one = self._sessions.get(session_id)
+        if one is None or one.expiry is None:
+            return None
+        one.expiry.cancel()
+        one.expiry, one.caller = None, current_caller.get()
+        if one.step is not None:
+            await one.result(one.step)
+        return one.record
+
+    @concurrent_endpoint
+    async def step(self, session_id: str, text: str, turn: bytes = b"") -> StepResult:
+        """Execute an action; record its pickled turn, if it is given."""
+        one = self._open(session_id)
+        one.step = asyncio.create_task(self._stepped(one, session_id, text, turn))
+        one.step.add_done_callback(heard)
+        return await one.result(one.step)
 
     @concurrent_endpoint
     async def finish(self, session_id: str) -> Outcome:
         """Score and close a session, ended or not; return its conversation and its reward."""
-        outcome: Outcome = await self._in_session("finish", session_id)
+        one = self._open(session_id)
+        if one.end is None:  # otherwise its last caller died meanwhile
+            one.end = asyncio.create_task(self._call(one.process, "finish", session_id))
+            one.end.add_done_callback(heard)
+        outcome = await one.result(one.end)
         self._drop(session_id)
         return outcome
 
@@ -132,14 +193,24 @@ class EnvironmentActor(MeshActor):
             return False
 
     @concurrent_endpoint
-    async def close_calls(self, caller: str) -> None:
-        """Drop the sessions of a caller that is dead. Waits for its calls under way."""
+    async def close_calls(self, caller: str, wanted: Sequence[str] = ()) -> dict[str, int]:
+        """Drop the sessions of a caller that is dead, except those `wanted` by another.
+
+        Returns these with their numbers of turns. Waits for the other calls under way.
+        """
+        expire = asyncio.get_running_loop().call_later
+        for name in wanted:
+            one = self._sessions.get(name)
+            if one is not None and one.caller == caller and one.process.fault is None:
+                one.expiry, one.caller = expire(self.adoption_s, self._drop, name), ""
         await self.end_calls(caller)
-        for session_id in [name for name, one in self._callers.items() if one == caller]:
+        for session_id in [name for name, one in self._sessions.items() if one.caller == caller]:
             self._drop(session_id)
+        left = {name: one for name, one in self._sessions.items() if one.expiry is not None}
+        return {name: left[name].turns for name in wanted if name in left}
 
     def in_use(self) -> int:
-        return len(self._homes)
+        return len(self._sessions)
 
     def details(self) -> dict[str, Any]:
         """Add the memory and CPU time of the task process to those of this one."""
@@ -178,13 +249,21 @@ class EnvironmentActor(MeshActor):
     async def _anywhere(self, endpoint: str, *args: Any) -> Any:
         return await self._call(await self._running(), endpoint, *args)
 
-    async def _in_session(self, endpoint: str, session_id: str, *args: Any) -> Any:
-        process = self._homes.get(session_id)
-        if process is None:
+    def _open(self, session_id: str) -> OpenSession:
+        one = self._sessions.get(session_id)
+        if one is None:
             raise UnknownSession(f"{session_id} is not open here: begin it first")
-        if process.fault is not None:
-            raise process.lost(session_id)
-        return await self._call(process, endpoint, session_id, *args)
+        if one.process.fault is not None:
+            raise one.process.lost(session_id)
+        return one
+
+    async def _stepped(
+        self, one: OpenSession, session_id: str, text: str, turn: bytes
+    ) -> StepResult:
+        result: StepResult = await self._call(one.process, "step", session_id, text)
+        if turn:
+            one.record.add(turn, result)
+        return result
 
     async def _call(self, process: TaskProcess, endpoint: str, *args: Any) -> Any:
         try:
@@ -196,11 +275,13 @@ class EnvironmentActor(MeshActor):
             raise TaskProcessEnded(process.words(endpoint, args), str(blocked)) from blocked
 
     def _drop(self, session_id: str) -> None:
-        process = self._homes.pop(session_id, None)
-        self._callers.pop(session_id, None)
-        if process is not None:
-            process.episodes.pop(session_id, None)
-            self._forget(process, session_id)
+        one = self._sessions.pop(session_id, None)
+        if one is not None:
+            for pending in (one.expiry, one.step, one.end):
+                if pending is not None:
+                    pending.cancel()
+            one.process.episodes.pop(session_id, None)
+            self._forget(one.process, session_id)
         self._count()
 
     def _forget(self, process: TaskProcess, session_id: str) -> None:
@@ -215,4 +296,4 @@ class EnvironmentActor(MeshActor):
             return  # the process has ended, and its sessions with it
 
     def _count(self) -> None:
-        self.activity = f"{len(self._homes)} sessions" if self._homes else "idle"
+        self.activity = f"{len(self._sessions)} sessions" if self._sessions else "idle"

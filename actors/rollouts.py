@@ -76,15 +76,21 @@ class RolloutActor(MeshActor):
         self._environments.update(neighbours.environments, neighbours.gone)
 
     @concurrent_endpoint
-    async def play(self, sample: Sample, session: str) -> Played:
-        """Play one attempt at a sample. Waits for its last turn; cancelled, it leaves nothing."""
+    async def play(self, sample: Sample, session: str, home: str = "") -> Played:
+        """Play one attempt at a sample. Waits for its last turn; cancelled, it leaves nothing.
+
+        It continues in a session that a dead worker has left at the environment `home`.
+        """
         if not self._players:
             raise RuntimeError("the rollout worker knows no generators: call connect first")
         self._playing.add(session)
         if isinstance(self._generation, PooledGeneration):
             self._generation.routing.begin(sample.group)
+        player = self._players[sample.episode.task]
         try:
-            return await self._players[sample.episode.task].play(sample, session)
+            if isinstance(player, WorkflowPlayer):
+                return await player.play(sample, session)
+            return await player.play(sample, session, home)
         finally:
             self._ended(sample, session)
 

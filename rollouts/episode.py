@@ -7,6 +7,7 @@ What an episode is played against, as protocols that actors and test fakes imple
 """
 
 import hashlib
+import pickle
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,39 @@ class Generation(Protocol):
     async def generate(self, request: GenerationRequest, group: str, /) -> GenerationResult: ...
 
 
+@dataclass
+class EpisodeRecord:
+    """What an environment keeps of a session's episode, so that another worker can continue it.
+
+    `messages` are those that the policy reads next, `turns` are pickled; after the last step of the
+    episode it is `done`.
+    """
+
+    messages: list[Message]
+    turns: list[bytes] = field(default_factory=list)
+    sites: list[ErrorSite] = field(default_factory=list)
+    done: bool = False
+
+    def add(self, turn: bytes, step: StepResult) -> None:
+        """Add a turn and the result of its action."""
+        self.turns.append(turn)
+        self.messages, self.done = step.messages, step.done
+        if step.error is not None:
+            self.sites.append(step.error)
+
+
 class Environments(Protocol):
-    """Steps episodes, each in a session that is started, and then finished or abandoned."""
+    """Steps episodes, each in a session that is started, and then finished or abandoned.
+
+    A session whose steps are given their turns can be adopted from its `home` after the death of
+    the worker that began it; None is returned for one that is not open there.
+    """
 
     async def begin(self, session_id: str, episode: Episode) -> list[Message]: ...
 
-    async def step(self, session_id: str, text: str) -> StepResult: ...
+    async def adopt(self, session_id: str, home: str) -> EpisodeRecord | None: ...
+
+    async def step(self, session_id: str, text: str, turn: Turn | None = None) -> StepResult: ...
 
     async def finish(self, session_id: str) -> Outcome: ...
 
@@ -101,16 +129,26 @@ class _Growing:
             result.stop_reason,
             experts=result.experts,
         )
-        self.turns.append(turn)
-        self.routed += result.experts.positions if result.experts is not None else 0
         self.prompt_tokens += len(self.ids)
         self.cached_tokens += result.cached_tokens
-        self.ids.extend(result.token_ids)
-        self.fresh = []
+        self._add(turn)
+
+    def restore(self, record: EpisodeRecord) -> None:
+        """Add the turns of a record, whose requests were made by another worker."""
+        for turn in map(pickle.loads, record.turns):
+            self.ids.extend(turn.context_ids)
+            self._add(turn)
+        self.sites += record.sites
 
     def judge(self, step: StepResult) -> None:
         if step.error is not None:
             self.sites.append(step.error)
+
+    def _add(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self.routed += turn.experts.positions if turn.experts is not None else 0
+        self.ids.extend(turn.action_ids)
+        self.fresh = []
 
 
 @dataclass(frozen=True)
@@ -136,8 +174,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Played:
-    """A finished episode's trace; its requests had `prompt_tokens`, of which `cached_tokens` were
-    not computed again.
+    """A finished episode's trace; the requests of its last worker had `prompt_tokens`, of which
+    `cached_tokens` were not computed again.
 
     A workflow's generators have sampled `sampled_tokens` for it, in its trace or not.
     """
@@ -162,37 +200,49 @@ class EpisodePlayer:
     ) -> None:
         self._generation, self._environments, self._chat = generation, environments, chat
 
-    async def play(self, sample: Sample, session: str) -> Played:
+    async def play(self, sample: Sample, session: str, home: str = "") -> Played:
         """Play one attempt at a sample, in its own environment session. Waits for its last turn.
 
-        The last answer that fits is as long as there is room; an episode whose context is full ends
+        A session that another worker has left at its `home` is continued, if it is still open. The
+        last answer that fits is as long as there is room; an episode whose context is full ends
         there without success.
         """
         try:
-            return await self._play(sample, session)
+            return await self._play(sample, session, home)
         except BaseException:
             self._environments.abandon(session)
             raise
 
-    async def _play(self, sample: Sample, session: str) -> Played:
+    async def _play(self, sample: Sample, session: str, home: str) -> Played:
         growing, sampling = _Growing(), sample.sampling
-        messages = await self._environments.begin(session, sample.episode)
-        growing.read(await encoded(messages, partial(self._chat.first_prompt, messages)))
-        _check_prompt_fits(sample.trace_id, len(growing.ids), sampling)
-        while (remaining := sampling.max_context - len(growing.ids)) > 0:
+        record = await self._environments.adopt(session, home) if home else None
+        if record is None:
+            record = EpisodeRecord(await self._environments.begin(session, sample.episode))
+        growing.restore(record)
+        messages, done = record.messages, record.done
+        while not done:
+            await self._read(growing, messages)
+            if not growing.turns:
+                _check_prompt_fits(sample.trace_id, len(growing.ids), sampling)
+            if (remaining := sampling.max_context - len(growing.ids)) <= 0:
+                break
             request = self._request(sample, growing, remaining)
             growing.act(await self._generation.generate(request, sample.group))
-            text = self._chat.action_text(growing.turns[-1].action_ids)
-            step = await self._environments.step(session, text)
+            turn = growing.turns[-1]
+            text = self._chat.action_text(turn.action_ids)
+            step = await self._environments.step(session, text, turn)
             growing.judge(step)
-            if step.done:
-                break
-            action = growing.turns[-1].action_ids
-            continuation = partial(self._chat.continuation, step.messages, action)
-            growing.read(await encoded(step.messages, continuation))
+            messages, done = step.messages, step.done
         outcome = await self._environments.finish(session)
         trace = _trace(sample, growing, outcome)
         return Played(trace, growing.prompt_tokens, growing.cached_tokens)
+
+    async def _read(self, growing: _Growing, messages: list[Message]) -> None:
+        """Read the first messages, or those that follow the last action."""
+        ids = partial(self._chat.first_prompt, messages)
+        if growing.turns:
+            ids = partial(self._chat.continuation, messages, growing.turns[-1].action_ids)
+        growing.read(await encoded(messages, ids))
 
     def _request(self, sample: Sample, growing: _Growing, remaining: int) -> GenerationRequest:
         sampling = sample.sampling

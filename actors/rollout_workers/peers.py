@@ -28,6 +28,7 @@ requests themselves go to the generators directly.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,10 +38,11 @@ from composer_mesh.mesh.call_stream import Calls
 from composer_mesh.mesh.failures import error_key
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, SessionLost
 from composer_mesh.mesh.waiting import BackgroundTasks, cancel_and_wait, reported_to_loop
+from composer_mesh.rollouts.episode import EpisodeRecord
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.pairs import TeacherReply
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
-from composer_mesh.rollouts.traces import Message
+from composer_mesh.rollouts.traces import Message, Turn
 from composer_mesh.tasks.errors import JudgeFailed
 from composer_mesh.tasks.judges import JudgeQuestion, JudgeReply, reply_of
 
@@ -233,13 +235,27 @@ class PeerEnvironments:
         names = await self._environments.some_open()
         others = [name for name in names if name != failed_on] or names
         home = min(others, key=lambda name: (self._sessions[name], self._environments.load(name)))
-        self._homes[session_id] = home
-        self._sessions[home] += 1
+        self._enter(session_id, home)
         return await self._call(session_id, "begin", episode)
 
-    async def step(self, session_id: str, text: str) -> StepResult:
-        """Take an action; raises `SessionLost` where the session's actor is gone."""
-        return await self._call(session_id, "step", text)
+    async def adopt(self, session_id: str, home: str) -> EpisodeRecord | None:
+        """Continue a session of a dead worker; None if its actor is gone, or has it no more."""
+        if home not in self._environments:
+            return None
+        self._enter(session_id, home)
+        record: EpisodeRecord | None = await self._call(session_id, "adopt")
+        if record is None:
+            self._leave(session_id)
+        return record
+
+    async def step(self, session_id: str, text: str, turn: Turn | None = None) -> StepResult:
+        """Take an action; raises `SessionLost` where the session's actor is gone.
+
+        The actor records a turn that is given.
+        """
+        return await self._call(
+            session_id, "step", text, b"" if turn is None else pickle.dumps(turn)
+        )
 
     async def finish(self, session_id: str) -> Outcome:
         """End a session; return its conversation and how it was scored."""
@@ -295,6 +311,10 @@ class PeerEnvironments:
                 return bool(await self._environments.call(home, "waits"))
         except (TimeoutError, ActorDied):
             return False
+
+    def _enter(self, session_id: str, home: str) -> None:
+        self._homes[session_id] = home
+        self._sessions[home] += 1
 
     def _leave(self, session_id: str) -> str | None:
         home = self._homes.pop(session_id, None)

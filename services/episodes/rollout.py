@@ -1,6 +1,8 @@
 """Samples of episodes, played by a port; failed attempts are retried, failing episodes quarantined.
 
     attempt fails --> retried, with a fresh environment, up to `rollout_retries`
+                      its worker died --> continued in the same session, if that is still open;
+                      not counted if it had advanced since the last such death
                       the same error of its episode `poison_after` times, or a lost process in each
                       attempt: the episode is quarantined for the run
                       anything else until the end: the sample is given up; failures of an external
@@ -26,7 +28,7 @@ from typing import Any, TypeVar
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.configs.worded import Worded
 from composer_mesh.mesh.failures import FailureClass, cause_of, classify, error_key
-from composer_mesh.mesh.supervision import MeshError, Recorder, SessionLost
+from composer_mesh.mesh.supervision import ActorDied, MeshError, Recorder, SessionLost
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.tasks import (
     SMALLEST_GROUP,
@@ -87,6 +89,7 @@ KILLED = "killed the task process"
 """Key of a failure in which the attempt's own code held or ended the process that it ran in."""
 
 LONGEST_TRACEBACK = 8_000
+COUNTED = ("retried", "resumed", "given_up", "poisoned")
 
 T = TypeVar("T")
 
@@ -103,6 +106,13 @@ class RolloutsFail(Worded, MeshError):
     def frame(self) -> str:
         """The line of the user's code that failed last; empty where it was none."""
         return str(self.args[2]) if len(self.args) > 2 else ""
+
+
+@dataclass(eq=False, repr=False)
+class WorkerLost(ActorDied):
+    """A rollout worker died; its episode can be continued from its turn `turns`."""
+
+    turns: int
 
 
 class EpisodeRetries:
@@ -157,13 +167,14 @@ class EpisodeRetries:
     def figures(self) -> dict[str, int]:
         """Return the counts of retries, given-up samples and quarantines since the last call.
 
+        Retries that continue an episode after its worker's death are also counted as resumed.
         Attempts that failed by infrastructure which states a kind, such as a container, are counted
         by that.
         """
         self._events.flush()
         counts, self._counts = self._counts, Counter()
         kinds, self._kinds = self._kinds, Counter()
-        every = {f"rollouts/{name}": counts[name] for name in ("retried", "given_up", "poisoned")}
+        every = {f"rollouts/{name}": counts[name] for name in COUNTED}
         return every | {f"rollouts/failed/{kind}": kinds[kind] for kind in sorted(kinds)}
 
     def check_step(self, step: int, sizes: list[int], wanted: int) -> None:
@@ -204,7 +215,11 @@ class EpisodeRetries:
             self._tell("rollout_given_up", attempt, f", after {attempt.failures} failures")
         else:
             self._counts["retried"] += 1
-            self._tell("rollout_retried", attempt)
+            what = ""
+            if isinstance(attempt.error, WorkerLost):
+                self._counts["resumed"] += 1
+                what = f", resumed from turn {attempt.error.turns}"
+            self._tell("rollout_retried", attempt, what)
 
     def _set_aside_for_good(self, trial: "EpisodeTrial", attempt: "FailedAttempt") -> None:
         self._set_aside.add((trial.episode.split, trial.episode.index))
@@ -258,9 +273,11 @@ class EpisodeTrial:
         """Return what a sample's attempt returns; None where it, or its episode, was given up.
 
         Each attempt gets a session name of its own. An attempt whose environment died between its
-        calls does not count. Waits for the last attempt.
+        calls does not count, nor one whose worker died if its episode continues with more turns
+        than after any earlier such death. Waits for the last attempt.
         """
         own: Counter[str] = Counter()
+        turns = 0
         for number in count(1):
             if self._retries.is_set_aside(self.episode) or self._spent(own):
                 break
@@ -271,6 +288,8 @@ class EpisodeTrial:
                 raise  # nothing is left to retry with
             except Exception as error:  # noqa: BLE001  supervision boundary
                 key = self._retries.key_of(error, session)
+                if isinstance(error, WorkerLost) and error.turns > turns:
+                    key, turns = None, error.turns
                 self._retries.failed(self, self._failed_attempt(name, error, key, began, own))
         return None
 

@@ -3,8 +3,12 @@
     Rollouts -- sample --> RolloutWorkers --> the worker of its group, or the least busy one
     pools -- members change --> RolloutWorkers --> every worker: the generators and environments
 
-An attempt is lost with its worker, and is then made again like any other that failed. The other
-actors drop what a dead worker requested. A worker plays once it knows whom to call.
+An attempt ends with its worker. The next one continues in its session, if an environment still has
+that; the other actors drop everything else that a dead worker requested. A worker plays once it
+knows whom to call.
+
+    worker dies --> close_calls: environments say which sessions are left, and how far they are
+    next attempt --> another worker, with the session and its environment
 
 The rounds of a run in lockstep: each is a closed batch of every episode's next request.
 
@@ -23,16 +27,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from composer_mesh.actors.rollout_workers.peers import Neighbours, Peer, Peers, Round
 from composer_mesh.mesh.call_stream import Calls, CallStream
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.supervision import ActorDied, Recorder
-from composer_mesh.mesh.waiting import BackgroundTasks, unless
+from composer_mesh.mesh.waiting import BackgroundTasks, together, unless
 from composer_mesh.rollouts.episode import Played, Sample
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore
-from composer_mesh.services.pool.dispatch import ServiceClosed
+from composer_mesh.services.episodes.rollout import WorkerLost
+from composer_mesh.services.pool.dispatch import NoReplicaLeft, ServiceClosed
+from composer_mesh.services.pool.replicas import Replica
 from composer_mesh.services.service import Service
 
 
@@ -137,10 +143,13 @@ class PoolPeers:
 
 def _serving_peers(pool: Service) -> tuple[Peer, ...]:
     return tuple(
-        Peer(one.name, one.actor.ref, one.open)
-        for one in pool.members()
-        if one.serving and one.actor is not None
+        Peer(one.name, one.actor.ref, one.open) for one in serving(pool) if one.actor is not None
     )
+
+
+def serving(pool: Service) -> list[Replica]:
+    """Return the replicas that take calls, those that drain too."""
+    return [one for one in pool.members() if one.serving and one.actor is not None]
 
 
 def _open_by_name(peers: tuple[Peer, ...]) -> list[tuple[str, bool]]:
@@ -158,6 +167,15 @@ ROUNDS_WAIT_S = 0.002
 
 
 @dataclass(frozen=True)
+class LeftSession:
+    """A session of a dead worker, open at the environment `home`, after so many turns."""
+
+    name: str
+    home: str
+    turns: int
+
+
+@dataclass(frozen=True)
 class RolloutPools:
     """The services that play episodes together."""
 
@@ -169,8 +187,11 @@ class RolloutPools:
 class RolloutWorkers:
     """Plays samples on the workers of a pool, on one event loop.
 
-    With `lockstep`, all samples take their turns together.
+    With `lockstep`, all samples take their turns together. After the death of a worker its samples
+    wait at most `left_s` seconds to learn whether their sessions are left.
     """
+
+    left_s: ClassVar[float] = 30.0
 
     def __init__(
         self,
@@ -188,6 +209,14 @@ class RolloutWorkers:
         self._connected: set[str] = set()
         self._playing: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """The samples that each worker plays, by their group."""
+        self._sessions: defaultdict[str, set[str]] = defaultdict(set)
+        """The sessions of the samples that each worker plays."""
+        left_of = asyncio.get_running_loop().create_future
+        self._left_by: defaultdict[str, asyncio.Future[dict[str, LeftSession]]]
+        self._left_by = defaultdict(left_of)
+        """By dead worker: its sessions that are open, once the environments have answered."""
+        self._left: dict[str, LeftSession] = {}
+        """By trace id: the session in which the next attempt continues."""
         self._members = PoolPeers(pools.workers)
         self._generators = PoolPeers(pools.generators)
         self._environments = PoolPeers(pools.environments)
@@ -202,23 +231,39 @@ class RolloutWorkers:
         self._update()
 
     def announce(self, samples: Sequence[Sample]) -> list[AbstractContextManager[None]]:
-        """Count samples from now on, so that no round of lockstep leaves them out."""
-        if self._rounds is None:
-            return [nullcontext() for _ in samples]
-        return self._rounds.announce(samples)
+        """Count samples from now on, so that no round of lockstep leaves them out.
+
+        A session that is left of one when its context ends is dropped.
+        """
+        counted: Sequence[AbstractContextManager[None]] = [nullcontext() for _ in samples]
+        if self._rounds is not None:
+            counted = self._rounds.announce(samples)
+        return [self._live(one, it.trace_id) for one, it in zip(counted, samples, strict=True)]
 
     async def play(self, sample: Sample, session: str) -> Played:
         """Play one attempt. Waits for a worker, and for the last turn.
 
-        Raises `NoReplicaLeft` where a pool has nothing left to play with.
+        One that is left of a dead worker is continued in its own session instead of this one.
+        Raises `WorkerLost` where the next attempt can continue this one, and `NoReplicaLeft` where
+        a pool has nothing left to play with.
         """
         worker = await self._worker_for(sample.group)
+        left = self._left.pop(sample.trace_id, LeftSession(session, "", 0))
         self._playing[worker][sample.group] += 1
+        self._sessions[worker].add(left.name)
         try:
-            played: Played = await self._workers.call(worker, "play", sample, session)
+            played: Played = await self._workers.call(worker, "play", sample, left.name, left.home)
             return played
+        except ActorDied as died:
+            if died.actor != worker or isinstance(died, NoReplicaLeft):
+                raise
+            if (found := await self._left_of(worker, left.name)) is None:
+                raise
+            self._left[sample.trace_id] = found
+            raise WorkerLost(worker, died.reason, found.turns) from died
         finally:
             self._playing[worker] -= Counter([sample.group])
+            self._sessions[worker].discard(left.name)
 
     async def score_group(self, episode: Episode, group: Sequence[FinishedRollout]) -> GroupScore:
         """Score the samples of an episode together. Waits for a worker and an environment."""
@@ -243,6 +288,12 @@ class RolloutWorkers:
             raise self._died.result()
         its_own = [name for name in self._workers.open if self._playing[name][group]]
         return min(its_own or self._workers.open, key=lambda name: self._playing[name].total())
+
+    async def _left_of(self, worker: str, session: str) -> LeftSession | None:
+        """Return a dead worker's session if it is open. Waits for the environments' answers."""
+        answer = self._left_by[worker]
+        await asyncio.wait([answer], timeout=self.left_s)
+        return answer.result().get(session) if answer.done() else None
 
     def _update(self) -> None:
         """Follow a change of the pools: connect to new workers, and tell all about the others."""
@@ -284,11 +335,37 @@ class RolloutWorkers:
             self._rounds.lose(worker)
 
     async def _disconnect(self, worker: str) -> None:
-        """Have the other actors drop what a worker that is gone requested of them."""
-        pools = [self._pools.generators, self._pools.environments]
-        await asyncio.gather(*(call_serving(pool, "close_calls", worker) for pool in pools))
+        """Have the other actors drop what a worker that is gone requested of them.
+
+        Sessions of episodes that it played are left open for others.
+        """
+        wanted, left = sorted(self._sessions[worker]), dict[str, LeftSession]()
+        environments = [_left_at(one, worker, wanted) for one in serving(self._pools.environments)]
+        ending = call_serving(self._pools.generators, "close_calls", worker)
+        try:
+            _, *answers = await together(ending, *environments)
+            for found in answers:
+                left |= found
+        finally:
+            self._left_by[worker].set_result(left)
+        for name in left.keys() - self._sessions[worker]:  # nobody waits for them any more
+            self._drop(name)
         if self._rounds is not None:
             await call_serving(self._pools.generators, "close_round", self._rounds.number)
+
+    @contextmanager
+    def _live(self, counted: AbstractContextManager[None], trace_id: str) -> Iterator[None]:
+        try:
+            with counted:
+                yield
+        finally:
+            if (left := self._left.pop(trace_id, None)) is not None:
+                self._drop(left.name)
+
+    def _drop(self, session: str) -> None:
+        """Have the session of an episode dropped that is not continued."""
+        dropping = call_serving(self._pools.environments, "forget", session)
+        self._tasks.start(f"dropping {session}", dropping)
 
     def _tell_workers(self) -> None:
         changed = [peers.refresh() for peers in (self._generators, self._environments)]
@@ -350,6 +427,17 @@ def _open_stream(
     longest_wait_s: float, worker: str, ref: Any, broken: Callable[[BaseException], None]
 ) -> Calls:
     return CallStream("controller", worker, ref, longest_wait_s, broken)
+
+
+async def _left_at(
+    environment: Replica, worker: str, wanted: Sequence[str]
+) -> dict[str, LeftSession]:
+    """End the calls of a dead worker; return which of the sessions are left there, by name."""
+    assert environment.actor is not None
+    with suppress(ActorDied):
+        turns = await environment.actor.call("close_calls", worker, wanted)
+        return {name: LeftSession(name, environment.name, n) for name, n in turns.items()}
+    return {}
 
 
 async def call_serving(pool: Service, endpoint: str, *args: Any) -> None:

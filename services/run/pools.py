@@ -37,7 +37,7 @@ from composer_mesh.rollouts.budget import BudgetReport, dollars
 from composer_mesh.rollouts.hints import HintReply, HintRequest
 from composer_mesh.services import service
 from composer_mesh.services.checks.keys import ASKING
-from composer_mesh.services.episodes.workers import PoolPeers, call_serving
+from composer_mesh.services.episodes.workers import PoolPeers, call_serving, serving
 from composer_mesh.services.pool.process_placement import ProcessPlacement, ProcessPlacements
 from composer_mesh.services.pool.replicas import Replica, RestartRules
 from composer_mesh.services.replay.teacher_settings import hint_settings
@@ -116,7 +116,7 @@ class MeshJudges:
 
     def _update(self) -> None:
         changed = self._judges.refresh()
-        environments = {one.name: one for one in _serving(self.environments)}
+        environments = {one.name: one for one in serving(self.environments)}
         for name in self._informed - environments.keys():
             ending = call_serving(self.pool, "close_calls", name)
             self._tasks.start(f"ending the questions of {name}", ending)
@@ -135,10 +135,6 @@ class MeshJudges:
         except Exception as error:  # noqa: BLE001  supervision boundary: it is replaced
             reason = f"it cannot be informed of the judges: {cause_of(error)}"
             self.environments.lose(environment.name, reason)
-
-
-def _serving(pool: Service) -> list[Replica]:
-    return [one for one in pool.members() if one.serving and one.actor is not None]
 
 
 UNLIMITED = 1_000_000

@@ -23,7 +23,7 @@ from composer_mesh.rollouts.episode import EpisodePlayer, Played, Sample, Sampli
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
-from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.rollouts.traces import Message, Trace, Turn
 from composer_mesh.services import service
 from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
 from composer_mesh.services.pool.replicas import RestartRules
@@ -72,11 +72,11 @@ class Expert:
         self.seen[session_id.partition(".")[0]] = list(messages)
         return messages
 
-    async def step(self, session_id: str, text: str) -> StepResult:
+    async def step(self, session_id: str, text: str, turn: Turn | None = None) -> StepResult:
         self.steps += 1
         if self.steps in self.kills:
             os.kill(await self.pid_of(session_id), signal.SIGKILL)
-        result = await self.port.step(session_id, text)
+        result = await self.port.step(session_id, text, turn)
         seen = self.seen[session_id.partition(".")[0]]
         turn = sum(message["role"] == "assistant" for message in seen)
         seen += [assistant_message(text, f"call_{turn}"), *result.messages]

@@ -155,7 +155,7 @@ class World(FakeStore):
         self.done.append(("begin", session_id))
         return self._called(session_id).messages
 
-    async def step(self, session_id: str, text: str) -> StepResult:
+    async def step(self, session_id: str, text: str, _turn: object = None) -> StepResult:
         self._lives(session_id)
         await self.pause("step", session_id)
         return self._called(session_id).step(text)

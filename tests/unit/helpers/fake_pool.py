@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +12,13 @@ from composer_mesh.services.pool.dispatch import NoReplicaLeft
 
 @dataclass
 class Member:
-    """A replica whose state a test sets."""
+    """A replica whose state a test sets; `answers` are those of its endpoints, or raised."""
 
     name: str
     serving: bool = True
     open: bool = True
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    answers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def actor(self) -> Member:
@@ -26,8 +28,14 @@ class Member:
     def ref(self) -> str:
         return self.name
 
-    async def call(self, *call: Any) -> None:
+    async def call(self, *call: Any) -> Any:
         self.calls.append(call)
+        answer = self.answers.get(call[0])
+        if isinstance(answer, asyncio.Future):
+            answer = await answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @dataclass

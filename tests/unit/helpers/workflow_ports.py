@@ -46,7 +46,7 @@ class Ports:
         self.sessions[session_id] = SyncSession(self.task, episode)
         return self.sessions[session_id].messages
 
-    async def step(self, session_id: str, text: str) -> StepResult:
+    async def step(self, session_id: str, text: str, _turn: object = None) -> StepResult:
         return self.sessions[session_id].step(text)
 
     async def finish(self, session_id: str) -> Outcome:

@@ -99,7 +99,7 @@ class ScriptedEnvironments:
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         return QUESTION
 
-    async def step(self, session_id: str, text: str) -> StepResult:
+    async def step(self, session_id: str, text: str, _turn: object = None) -> StepResult:
         done = not self._heard
         return StepResult([] if done else self._heard.pop(0), done, None)
 

@@ -177,7 +177,7 @@ class OneEpisode:
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         return await self.running.begin()
 
-    async def step(self, session_id: str, text: str) -> StepResult:
+    async def step(self, session_id: str, text: str, _turn: object = None) -> StepResult:
         self.steps.append(await self.running.step(text))
         return self.steps[-1]
 

@@ -253,7 +253,7 @@ class TwoTurns:
     async def begin(self, session_id: str, episode: Any) -> list[Message]:
         return [{"role": "user", "content": "2 + 3?"}]
 
-    async def step(self, session_id: str, text: str) -> StepResult:
+    async def step(self, session_id: str, text: str, _turn: object = None) -> StepResult:
         return (
             StepResult(self.heard.pop(), False, None) if self.heard else StepResult([], True, None)
         )

@@ -19,7 +19,12 @@ from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.supervision import ActorDied, DeadlineExceeded, RemoteError, SessionLost
 from composer_mesh.rollouts.tasks import Episode, PoisonedInput
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services.episodes.rollout import EpisodeRetries, PacedEvents, RolloutsFail
+from composer_mesh.services.episodes.rollout import (
+    EpisodeRetries,
+    PacedEvents,
+    RolloutsFail,
+    WorkerLost,
+)
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.store.writing import RunStore
 from composer_mesh.tasks.errors import JudgeFailed, JudgesSpent, TaskError, TaskProcessEnded
@@ -89,6 +94,7 @@ async def test_an_attempt_that_only_stood_by_while_a_process_died_counts_for_not
     assert sessions == ["train-000007-000", *[f"train-000007-000.{n}" for n in range(2, 7)]]
     assert made.figures() == {
         "rollouts/retried": 5,
+        "rollouts/resumed": 0,
         "rollouts/given_up": 0,
         "rollouts/poisoned": 0,
     }
@@ -165,6 +171,43 @@ async def test_a_process_that_died_is_held_against_one_episode_only() -> None:
     ]
     assert await asyncio.gather(*work) == [None, TRACE]
     assert [poisoned.episode for poisoned in told.poisoned] == [EPISODE]
+
+
+def worker_lost(turns: int) -> Callable[[str], Exception]:
+    return lambda _: WorkerLost("rollouts-0", "Killed(sig=9)", turns)
+
+
+async def test_a_worker_that_dies_counts_for_nothing_if_its_episode_has_advanced() -> None:
+    told = Told()
+    made = retries(told, rollout_retries=1)
+    assert (await sampled(made, *map(worker_lost, range(1, 30))))[0] is TRACE
+    figures = made.figures()
+    assert figures["rollouts/retried"] == figures["rollouts/resumed"] == 29
+    assert told.poisoned == []
+    kind, actor, detail, fields = told.events[0]
+    assert (kind, actor) == ("rollout_retried", "rollouts-0")
+    assert detail.startswith("train-000007-000, resumed from turn 1: ")
+    assert detail.endswith("rollouts-0 died: Killed(sig=9)")
+    assert fields["class"] == "infrastructure"
+
+
+async def test_an_episode_at_whose_turn_workers_die_again_and_again_is_set_aside() -> None:
+    told = Told()
+    made = retries(told, rollout_retries=2, poison_after=2)
+    trace, sessions = await sampled(made, *[worker_lost(3)] * 9)
+    assert (trace, len(sessions)) == (None, 4)  # the first loss had three turns to show
+    assert told.kinds[-1] == "input_poisoned"
+    assert made.figures()["rollouts/resumed"] == 3
+    trace, _ = await sampled(retries(Told(), rollout_retries=2), *[worker_lost(0)] * 2)
+    assert trace is TRACE
+
+
+async def test_an_episode_that_begins_anew_has_not_advanced_until_it_is_further_than_before() -> (
+    None
+):
+    made = retries(Told(), rollout_retries=1)
+    ends = [worker_lost(5), worker_lost(2), worker_lost(4)]
+    assert (await sampled(made, *ends))[0] is None
 
 
 async def test_when_no_process_is_left_nothing_is_tried_again() -> None:

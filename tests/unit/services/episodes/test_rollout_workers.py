@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from fake_host import turns
@@ -14,6 +14,7 @@ from fake_pool import Member, Pool
 from composer_mesh.mesh.supervision import ActorDied
 from composer_mesh.rollouts.episode import Sample, Sampling
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore
+from composer_mesh.services.episodes.rollout import WorkerLost, session_name
 from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
 from composer_mesh.services.pool.dispatch import NoReplicaLeft
 from composer_mesh.services.service import Service
@@ -30,6 +31,7 @@ class Worker:
     broken: Callable[[BaseException], None]
     errors: list[Exception] = field(default_factory=list)
     playing: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    homes: dict[str, str] = field(default_factory=dict)
     neighbours: list[Any] = field(default_factory=list)
     load: int = 0
 
@@ -42,6 +44,7 @@ class Worker:
         if endpoint == "score_group":
             return GroupScore({"asked": [float(len(args[1]))]})
         assert endpoint == "play"
+        self.homes[args[1]] = args[2]
         playing = self.playing[args[1]] = asyncio.get_running_loop().create_future()
         return await playing
 
@@ -58,17 +61,27 @@ class Worker:
     async def close(self) -> None: ...
 
 
-class World:
-    """Pools of two workers, a generator and an environment, and the run's end of their calls."""
+class Impatient(RolloutWorkers):
+    """One that does not wait to learn what is left of a dead worker."""
 
-    def __init__(self) -> None:
+    left_s: ClassVar[float] = 0.0
+
+
+class World:
+    """Pools of two workers, a generator and an environment, and the run's end of their calls.
+
+    `left` is what the environment answers of a dead worker's sessions.
+    """
+
+    def __init__(self, player: type[RolloutWorkers] = RolloutWorkers) -> None:
+        self.left: dict[str, Any] = {"close_calls": {}}
         self.workers = Pool([Member("rollouts-0"), Member("rollouts-1")])
         self.generators = Pool([Member("generator-0")])
-        self.environments = Pool([Member("environment-0")])
+        self.environments = Pool([Member("environment-0", answers=self.left)])
         self.ends: dict[str, Worker] = {}
         self.errors: dict[str, list[Exception]] = {}
         pools = (self.workers, self.generators, self.environments)
-        self.player = RolloutWorkers(
+        self.player = player(
             RolloutPools(*(cast(Service, pool) for pool in pools)),
             lambda *_, **__: None,
             lockstep=False,
@@ -79,14 +92,18 @@ class World:
         self.ends[name] = Worker(name, broken, self.errors.get(name, []))
         return self.ends[name]
 
-    def play(self, group: int, number: int = 0) -> asyncio.Task[Any]:
-        sample = Sample(
-            Episode("toolbox", "train", group, {}), group, number, Sampling(1.0, 8, 64, 0)
-        )
-        return asyncio.create_task(self.player.play(sample, sample.trace_id))
+    def play(self, group: int, number: int = 0, attempt: int = 1) -> asyncio.Task[Any]:
+        sample = a_sample(group, number)
+        session = session_name(sample.trace_id, attempt)
+        return asyncio.create_task(self.player.play(sample, session))
 
     def played(self) -> dict[str, list[str]]:
         return {name: sorted(end.playing) for name, end in self.ends.items()}
+
+
+def a_sample(group: int, number: int = 0) -> Sample:
+    episode = Episode("toolbox", "train", group, {})
+    return Sample(episode, group, number, Sampling(1.0, 8, 64, 0))
 
 
 @pytest.fixture
@@ -131,11 +148,132 @@ async def test_the_attempts_of_a_dead_worker_fail_and_the_others_hang_up_on_it(
     with pytest.raises(ActorDied, match="rollouts-0 died: rollouts-0 was killed"):
         await play
     await turns()
-    assert world.generators.asked == world.environments.asked == [("close_calls", "rollouts-0")]
-    again = world.play(0)
+    assert world.generators.asked == [("close_calls", "rollouts-0")]
+    environment = world.environments.replicas[0]
+    assert environment.calls == [("close_calls", "rollouts-0", ["train-000000-000"])]
+    again = world.play(0, attempt=2)
     await turns()
+    assert world.ends["rollouts-1"].homes == {"train-000000-000.2": ""}
     world.ends["rollouts-1"].finish()
-    assert await again == "train-000000-000"
+    assert await again == "train-000000-000.2"
+    await world.player.close()
+
+
+async def test_an_attempt_continues_in_the_session_that_outlived_its_worker(world: World) -> None:
+    world.left["close_calls"] = {"train-000000-000": 7}
+    with world.player.announce([a_sample(0)])[0]:
+        play = world.play(0)
+        await turns()
+        world.workers.change("rollouts-1")
+        with pytest.raises(WorkerLost, match="rollouts-0 died: rollouts-0 was killed") as lost:
+            await play
+        assert (lost.value.turns, lost.value.actor) == (7, "rollouts-0")
+        again = world.play(0, attempt=2)
+        await turns()
+        assert world.ends["rollouts-1"].homes == {"train-000000-000": "environment-0"}
+        world.workers.change("rollouts-2")  # once more, in the same session
+        with pytest.raises(WorkerLost):
+            await again
+        last = world.play(0, attempt=3)
+        await turns()
+        assert world.ends["rollouts-2"].homes == {"train-000000-000": "environment-0"}
+        world.ends["rollouts-2"].finish()
+        assert await last == "train-000000-000"
+    await turns()
+    assert world.environments.asked == []  # nothing was left to drop
+    await world.player.close()
+
+
+async def test_an_attempt_after_another_failure_begins_in_a_session_of_its_own(
+    world: World,
+) -> None:
+    world.left["close_calls"] = {"train-000000-000": 7}
+    for attempt, worker in ((1, "rollouts-0"), (2, "rollouts-1")):
+        play = world.play(0, attempt=attempt)
+        await turns()
+        if attempt == 1:
+            world.workers.change("rollouts-1")
+        else:
+            world.ends[worker].playing["train-000000-000"].set_exception(ValueError("of the task"))
+        with pytest.raises((WorkerLost, ValueError)):
+            await play
+    play = world.play(0, attempt=3)
+    await turns()
+    assert world.ends["rollouts-1"].homes["train-000000-000.3"] == ""
+    world.ends["rollouts-1"].finish()
+    await play
+    await world.player.close()
+
+
+async def test_a_session_of_a_sample_that_is_given_up_or_cancelled_is_dropped(
+    world: World,
+) -> None:
+    world.workers.change("rollouts-0")
+    await turns()
+    world.left["close_calls"] = {"train-000000-000": 7}
+    with world.player.announce([a_sample(0)])[0]:
+        play = world.play(0)
+        await turns()
+        world.workers.change()
+        with pytest.raises(WorkerLost):
+            await play
+        waiting = world.play(0, attempt=2)  # for a worker
+        await turns()
+        waiting.cancel()
+        await turns()
+        assert world.environments.asked == []
+    await turns()
+    assert world.environments.asked == [("forget", "train-000000-000")]
+    await world.player.close()
+
+
+async def test_a_session_is_dropped_whose_sample_is_cancelled_before_it_is_known_to_be_left(
+    world: World,
+) -> None:
+    answer = world.left["close_calls"] = asyncio.get_running_loop().create_future()
+    play = world.play(0)
+    await turns()
+    world.workers.change("rollouts-1")
+    await turns()
+    assert not play.done()
+    play.cancel()
+    await turns()
+    answer.set_result({"train-000000-000": 7})
+    await turns()
+    assert world.environments.asked == [("forget", "train-000000-000")]
+    await world.player.close()
+
+
+async def test_an_attempt_begins_anew_where_environments_do_not_say_what_is_left_or_fail() -> None:
+    world = World(Impatient)
+    await turns()
+    answer = world.left["close_calls"] = asyncio.get_running_loop().create_future()
+    play = world.play(0)
+    await turns()
+    world.workers.change("rollouts-1")
+    with pytest.raises(ActorDied) as died:
+        await play
+    assert not isinstance(died.value, WorkerLost)
+    answer.set_result({"train-000000-000": 7})
+    await turns()
+    assert world.environments.asked == [("forget", "train-000000-000")]
+    world.left["close_calls"] = ActorDied("environment-0", "killed")
+    play = world.play(0, attempt=2)
+    await turns()
+    world.workers.change("rollouts-2")
+    with pytest.raises(ActorDied) as died:
+        await play
+    assert not isinstance(died.value, WorkerLost)
+    await world.player.close()
+
+
+async def test_the_death_of_another_actor_is_not_waited_for(world: World) -> None:
+    play = world.play(0)
+    await turns()
+    died = ActorDied("generator-0", "Killed(sig=9)")
+    world.ends["rollouts-0"].playing["train-000000-000"].set_exception(died)
+    with pytest.raises(ActorDied, match="generator-0 died"):
+        await play
     await world.player.close()
 
 
