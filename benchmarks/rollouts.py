@@ -2,11 +2,12 @@
 
     python benchmarks/rollouts.py [--quick] [--json FILE] [--only NAME]
 
-The rollout workers, their pools and the chat format are a run's own; generators and environments
-only sleep, in processes of their own. A level has so many episodes in flight, each followed by
-another one in the smaller levels; some have a rollout worker killed on the way. CPU time is that of
-the process, per turn of all episodes played. Turns are as long as it takes to have about `RATE` of
-them a second, so that what is measured is their cost and not a wait for a processor.
+The rollout workers, their pools, the environment actors and the chat format are a run's own;
+generators and the task only sleep, in processes of their own. A level has so many episodes in
+flight, each followed by another one in the smaller levels; some have a rollout worker killed on the
+way. CPU time is that of the process, per turn of all episodes played. Turns are as long as it takes
+to have about `RATE` of them a second, so that what is measured is their cost and not a wait for a
+processor.
 """
 
 import asyncio
@@ -99,6 +100,11 @@ class Found:
     lag_max_ms: float
     worker_bytes: float
     turns_per_s: float
+    environment_bytes: float
+    resumed: int
+    """Attempts that continued after the death of their worker."""
+    played_again: int
+    """Turns that were played again after it."""
 
     @property
     def controller_ms_per_rollout(self) -> float:
@@ -156,8 +162,8 @@ def tokenizer_folder(task: ToolboxTask, folder: Path) -> Path:
 class Bench:
     """The pools of one level, and what its episodes cost."""
 
-    def __init__(self, level: Level, workers: Service, others: Sequence[Service]) -> None:
-        self.level, self.workers, self.others = level, workers, others
+    def __init__(self, level: Level, workers: Service, environments: Service) -> None:
+        self.level, self.workers, self.environments = level, workers, environments
         self._spent: dict[str, float] = {}
 
     async def measure(self, rollouts: Rollouts, sampling: Sampling) -> Found:
@@ -166,7 +172,8 @@ class Bench:
         idle_bytes = sum(about["rss_bytes"] for about in await self.workers.fanout("describe"))
         watching = asyncio.create_task(lag.watch())
         cpu, wall = time.process_time(), time.perf_counter()
-        traces, seen = await self._play(rollouts, sampling)
+        idle_environment = sum(await self._environments("rss_bytes"))
+        traces, seen, environment = await self._play(rollouts, sampling)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         watching.cancel()
         spent = await self._worker_s() - before
@@ -184,9 +191,16 @@ class Bench:
             max(lag.late_ms),
             (seen - idle_bytes) / self.level.in_flight,
             turns / wall,
+            (environment - idle_environment) / self.level.in_flight,
+            rollouts.retries.figures()["rollouts/resumed"],
+            sum(await self._environments("actions")) - turns,
         )
 
-    async def _play(self, rollouts: Rollouts, sampling: Sampling) -> tuple[list[Any], int]:
+    async def _environments(self, name: str) -> list[int]:
+        """Return what each environment says of itself."""
+        return [about[name] for about in await self.environments.fanout("describe")]
+
+    async def _play(self, rollouts: Rollouts, sampling: Sampling) -> tuple[list[Any], int, int]:
         numbers = iter(range(self.level.rounds * self.level.in_flight // GROUP))
         traces: list[Any] = []
         playing = [
@@ -195,13 +209,14 @@ class Bench:
         ]
         await asyncio.sleep(self.level.turn_s * self.level.turns / 2)
         seen = [about["rss_bytes"] for about in await self.workers.fanout("describe")]
+        environment = sum(await self._environments("rss_bytes"))
         if self.level.kill:
             victim = self.workers.replicas[0].actor
             assert victim is not None
             await self._note_worker_s()
             os.kill(victim.pid, signal.SIGKILL)
         await asyncio.gather(*playing)
-        return traces, sum(seen)
+        return traces, sum(seen), environment
 
     async def _groups(
         self, rollouts: Rollouts, sampling: Sampling, numbers: Iterator[int], traces: list[Any]
@@ -257,7 +272,7 @@ async def measure(level: Level) -> Found:
         retries = EpisodeRetries(config.supervision, lambda _: None, _shown)
         rollouts = Rollouts(RolloutWorkers(pools, _shown, lockstep=False), retries)
         try:
-            bench = Bench(level, workers, (generators, environments))
+            bench = Bench(level, workers, environments)
             return await bench.measure(rollouts, Sampling.training(config))
         finally:
             await rollouts.close()
@@ -281,19 +296,25 @@ def fill(report: Report, found: Sequence[Found]) -> None:
             f"{one.lag_p99_ms:.1f}",
             f"{one.lag_max_ms:.0f}",
             f"{one.worker_bytes / 1024:.0f}",
+            f"{one.environment_bytes / 1024:.0f}",
             str(one.lost),
+            f"{one.resumed}" if one.level.kill else "",
+            f"{one.played_again}" if one.level.kill else "",
         )
         for one in found
     ]
     columns = ("in flight", "turns x tokens", "turns/s", "controller ms/turn", "worker ms/turn")
-    lags = ("lag p50 ms", "p99", "max", "worker KiB/episode", "lost")
-    report.print_table("episodes in flight", (*columns, *lags), rows)
+    lags = ("lag p50 ms", "p99", "max", "worker KiB/episode", "environment KiB/episode", "lost")
+    deaths = ("resumed", "turns played again")
+    report.print_table("episodes in flight", (*columns, *lags, *deaths), rows)
     for one in found:
         report.figures |= {
             f"controller_ms_per_turn, {one.level.name}": one.controller_ms,
             f"worker_ms_per_turn, {one.level.name}": one.worker_ms,
             f"loop_lag_p99_ms, {one.level.name}": one.lag_p99_ms,
             f"worker_bytes_per_episode, {one.level.name}": one.worker_bytes,
+            f"environment_bytes_per_episode, {one.level.name}": one.environment_bytes,
+            f"turns_played_again, {one.level.name}": one.played_again,
         }
     report.ratios["controller_ms_per_turn"] = max(one.controller_ms for one in found)
     report.ratios["worker_ms_per_turn"] = max(one.worker_ms for one in found)

@@ -1,11 +1,14 @@
 """Generators and environments that only sleep, for `benchmarks/rollouts.py`."""
 
 import asyncio
+import os
 import random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from monarch.actor import concurrent_endpoint
 
+from composer_mesh.actors.environment import EnvironmentActor
+from composer_mesh.actors.task_process.process import TaskProcess
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
@@ -34,37 +37,41 @@ class SleepingGenerator(MeshActor):
         return GenerationResult(request.request_id, ids, logprobs, [0] * len(ids), "length")
 
 
-class SleepingEnvironment(MeshActor):
-    """Sessions of a fixed number of turns, each answered after a while with a tool's result."""
+class SleepingTask:
+    """In place of a task process: sessions of a fixed number of turns, each answered after a while
+    with a tool's result.
 
-    kind: ClassVar[str] = "environment"
+    `actions` counts the actions of all sessions.
+    """
 
-    def __init__(self) -> None:
-        self._turns: dict[str, int] = {}
+    fault = None
 
-    @concurrent_endpoint
-    async def load(self, sleep_s: float, turns: int, words: int) -> None:
-        """Set how long a step takes, the turns of an episode and the words of a result."""
-        self._sleep_s, self._last = sleep_s, turns
+    def __init__(self, sleep_s: float, turns: int, words: int) -> None:
+        self._sleep_s, self._last, self.pid = sleep_s, turns, os.getpid()
         self._result = " ".join(random.Random(0).choices(WORDS, k=words))
+        self._turns: dict[str, int] = {}
+        self.episodes: dict[str, Episode] = {}
+        self.actions = 0
 
-    @concurrent_endpoint
+    async def call(self, endpoint: str, /, *args: Any) -> Any:
+        """Call an endpoint, as of a process."""
+        return await getattr(self, endpoint)(*args)
+
     async def begin(self, session_id: str, episode: Episode) -> list[Message]:
         """Open a session."""
         self._turns[session_id] = 0
         return [{"role": "user", "content": f"Episode {episode.index} {self._result}"}]
 
-    @concurrent_endpoint
     async def step(self, session_id: str, text: str) -> StepResult:
         """Answer after a while; the last turn ends the episode."""
         await asyncio.sleep(self._sleep_s)
         self._turns[session_id] += 1
+        self.actions += 1
         done = self._turns[session_id] >= self._last
         content = f"{len(text)} {self._result}"
         answer: list[Message] = [{"role": "tool", "content": content, "tool_call_id": "call_0"}]
         return StepResult(answer, done, None)
 
-    @concurrent_endpoint
     async def finish(self, session_id: str) -> Outcome:
         """Close a session; a real one would return its conversation."""
         del self._turns[session_id]
@@ -74,10 +81,24 @@ class SleepingEnvironment(MeshActor):
         ]
         return Outcome(said, 1.0, True)
 
-    @concurrent_endpoint
     async def forget(self, session_id: str) -> None:
         """Drop an abandoned session."""
         self._turns.pop(session_id, None)
 
+    async def close(self) -> None:
+        """Do nothing: there is no process."""
+
+
+class SleepingEnvironment(EnvironmentActor):
+    """A run's environment actor, with its records of episodes, in front of a task that sleeps."""
+
+    _task: SleepingTask | None = None
+
+    @concurrent_endpoint
+    async def load(self, sleep_s: float, turns: int, words: int) -> None:
+        """Set how long a step takes, the turns of an episode and the words of a result."""
+        self._task = SleepingTask(sleep_s, turns, words)
+        self._process = cast(TaskProcess, self._task)
+
     def details(self) -> dict[str, Any]:
-        return {"sessions": len(self._turns)}
+        return {"actions": 0 if self._task is None else self._task.actions}
