@@ -92,11 +92,13 @@ class SleepingTask:
 class SleepingEnvironment(EnvironmentActor):
     """A run's environment actor, with its records of episodes, in front of a task that sleeps."""
 
+    _task: SleepingTask | None = None
+
     @concurrent_endpoint
-    async def load(self, sleep_s: float, turns: int, words: int) -> None:  # type: ignore[override]
+    async def load(self, sleep_s: float, turns: int, words: int) -> None:
         """Set how long a step takes, the turns of an episode and the words of a result."""
         self._task = SleepingTask(sleep_s, turns, words)
         self._process = cast(TaskProcess, self._task)
 
     def details(self) -> dict[str, Any]:
-        return {"actions": self._task.actions}
+        return {"actions": 0 if self._task is None else self._task.actions}
