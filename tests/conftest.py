@@ -3,13 +3,15 @@
 `--suite NAME` collects the files that selection.toml gives to it, and no other. Files of other
 suites are not even imported, so a small suite starts at once. quarantine.toml lists tests whose
 failures fail no run, and the end of a run lists them. The suite `core` leaves out what is marked
-`long`, too (helpers/repetition.py).
+`long`, too (helpers/repetition.py). The garbage collector leaves alone what was collected.
 """
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +34,17 @@ def pytest_report_header() -> str:
     assert torch.origin is not None
     found = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
     return f"torch {found['__version__']}, {'CPU' if found['cuda'] is None else 'CUDA'} build"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and tests out of garbage collections: they live until the end of the session."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -104,8 +104,8 @@ def families(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
-    """Ten times the fuzz cases of `make test-all`, and property tests with new examples."""
-    factor = os.environ.get("COMPOSER_MESH_FUZZ_FACTOR", "10")
+    """Forty times the fuzz cases of `make test-all`, and property tests with new examples."""
+    factor = os.environ.get("COMPOSER_MESH_FUZZ_FACTOR", "40")
     variables = {"COMPOSER_MESH_FUZZ_FACTOR": factor}
     pytest(session, *folders("fuzz"), "--timeout", "0", *JOBS, **variables)
     properties = ("-m", "hypothesis", "--hypothesis-profile=random")

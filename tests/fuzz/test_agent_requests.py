@@ -31,7 +31,7 @@ async def test_no_sequence_of_requests_mixes_sessions_or_trains_what_was_not_sam
     formats: list[CaptureFormat], cases: Callable[[int], Iterator[int]]
 ) -> None:
     seen: Counter[str] = Counter()
-    for seed in cases(1000):  # two sessions at once
+    for seed in cases(250):  # two sessions at once
         format = formats[seed % len(formats)]
         generation = RandomGeneration(format.chat, random.Random(seed))
         agents = [FuzzedAgent(format, generation, session, seed) for session in range(2)]
@@ -39,7 +39,7 @@ async def test_no_sequence_of_requests_mixes_sessions_or_trains_what_was_not_sam
         for session, agent in enumerate(agents):
             seen += check(seed, format, generation, session, agent)
     for what in ("branches", "shared turns", "continued", "not received", "cut", "other"):
-        assert seen[what] > 100, seen
+        assert seen[what] > 25, seen
 
 
 def check(

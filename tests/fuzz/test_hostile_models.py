@@ -111,7 +111,7 @@ def test_a_hostile_model_folder_is_told_in_one_line_and_in_time(
 ) -> None:
     refused, seen, slowest = 0, 0, 0.0
     assert checked(tmp_path / "whole") == ""
-    for seed in cases(40):
+    for seed in cases(16):
         folder = tmp_path / str(seed)
         how = models.make(seed, folder)
         began = time.process_time() + os.times().children_user

@@ -174,15 +174,15 @@ def after_all(
 
 
 def test_every_reply_is_an_answer_or_a_typed_failure_within_its_price(cases: Cases) -> None:
-    asking = after_all(Asking.query, cases(8_000))
+    asking = after_all(Asking.query, cases(2_000))
     assert {"answered", *FailureKind} - set(asking.ends) <= {"budget", "suspended"}
 
 
 def test_every_reply_is_read_as_an_answer_or_a_typed_failure(cases: Cases) -> None:
-    asking = after_all(Asking.read, cases(18_000))
+    asking = after_all(Asking.read, cases(4_500))
     assert {"answered", *FailureKind} - set(asking.ends) <= {"budget", "suspended"}
 
 
 def test_every_price_list_is_read_or_a_typed_failure(cases: Cases) -> None:
-    asking = after_all(Asking.prices, cases(4_000))
+    asking = after_all(Asking.prices, cases(1_000))
     assert {"priced", "unpriced", "malformed", "rate"} <= set(asking.ends)

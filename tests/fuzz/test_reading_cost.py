@@ -206,7 +206,7 @@ READERS = [
     Reader("deleted-lines", deleted, ("a\n",)),
     Reader("patched-lines", repeated_lines, ("a\n",), (), (PatchFailed,)),
     *(
-        Reader(f"leak-{answer}", partial(leaks_of, answer), LEAKS, ("1",), (), 1 << 14)
+        Reader(f"leak-{answer}", partial(leaks_of, answer), LEAKS, ("1",), (), 1 << 13)
         for answer in ("42", "-1200.5", "Paris in the spring")
     ),
 ]  # fmt: skip

@@ -250,7 +250,7 @@ CHECKED = "checkpoints/step-1/weights"
 def test_no_plain_file_breaks_a_command(
     base: Path, bounded: None, tmp_path: Path, openers: Openers, cases: Cases, part: int
 ) -> None:
-    for seed in cases(250):
+    for seed in cases(60):
         rng = random.Random(f"plain {part} {seed}")
         name = rng.choice(sorted(FILES))
 
@@ -267,7 +267,7 @@ def test_no_plain_file_breaks_a_command(
 def test_no_group_file_breaks_a_command(
     base: Path, bounded: None, tmp_path: Path, openers: Openers, cases: Cases, part: int
 ) -> None:
-    for seed in cases(250):
+    for seed in cases(60):
         rng = random.Random(f"group {part} {seed}")
 
         def change(path: Path, rng: random.Random = rng) -> None:
@@ -284,7 +284,7 @@ def test_no_group_file_breaks_a_command(
 def test_no_store_breaks_a_command(
     base: Path, bounded: None, tmp_path: Path, openers: Openers, cases: Cases, part: int
 ) -> None:
-    for seed in cases(250):
+    for seed in cases(60):
         rng = random.Random(f"store {part} {seed}")
 
         def change(store: Path, rng: random.Random = rng) -> None:

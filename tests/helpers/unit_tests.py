@@ -153,6 +153,29 @@ def build_model(build_config: BuildConfig, tokenizer: Any) -> BuildModel:
     return build
 
 
+@pytest.fixture(scope="session")
+def policy_folder(
+    build_model: BuildModel, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a tiny policy, which tests only read."""
+    folder = tmp_path_factory.mktemp("policy")
+    build_model(1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ranks() -> Iterator[Any]:
+    """One rank, whose process group is gone after the test."""
+    import torch.distributed as dist
+
+    from composer_mesh.actors.models.ranks import Ranks
+
+    yield Ranks()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def make(build_config: BuildConfig, build_model: BuildModel) -> Callable[..., Any]:
     """A model by seed and its step, configured by sections, at a rate that can be seen."""

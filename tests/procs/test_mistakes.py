@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from commands import finished
 from live_run import SHORT
 from werkzeug import Request, Response
 from werkzeug.serving import make_server
@@ -58,15 +59,7 @@ def my_loss(inputs: LossInputs) -> LossOutputs:
 
 def run(folder: Path, *words: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     """The exit status, output and errors of a command that is run in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "composer_mesh", *words],
-        cwd=folder,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = finished(words, LIMIT_S, folder, {**os.environ, **(env or {})})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -183,10 +176,14 @@ def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
     check_refusal((done.returncode, done.stdout, done.stderr), "full", "free the disk")
 
 
-def test_a_killed_run_says_how_it_is_resumed(tmp_path: Path) -> None:
+def test_a_killed_run_says_how_it_is_resumed(tmp_path: Path, policy_cache: Path) -> None:
     words = [sys.executable, "-m", "composer_mesh", "train", "quickstart", "--output", "run"]
     started = subprocess.Popen(
-        [*words, *changes(run__steps=1000, replay__actors=1, eval__episodes=2)],
+        [
+            *words,
+            *changes(run__steps=1000, replay__actors=1, eval__episodes=2),
+            *("--set", f"policy.cache_dir={policy_cache}"),
+        ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -205,10 +202,10 @@ def test_a_killed_run_says_how_it_is_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mistake", ["401", "budget", "flat rewards"])
 def test_a_channel_that_does_nothing_says_why(
-    tmp_path: Path, unauthorized: str, mistake: str
+    tmp_path: Path, policy_cache: Path, unauthorized: str, mistake: str
 ) -> None:
     (tmp_path / "sums.py").write_text(SUMS)
-    paid = {"replay__teachers": teachers(unauthorized)}
+    paid = {"replay__teachers": teachers(unauthorized), "policy__cache_dir": policy_cache}
     settings: dict[str, Any] = {
         "401": {**paid, "replay__budget__usd": 1.0},
         "budget": {**paid, "replay__budget__usd": 0.000001},

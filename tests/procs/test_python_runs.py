@@ -35,6 +35,7 @@ async def test_a_run_is_followed_and_scaled_inside_a_loop(here: Path, policy_cac
         if len(steps) == 1:
             assert run.scale(generator=2) == {"generator": {"before": 1, "after": 2}}
             assert run.tree()["state"] in ("running", "evaluating")
+            assert run.summary() is None
         if len(steps) == 3:
             assert run.stop() == 0
     assert steps == list(range(1, len(steps) + 1))
@@ -42,12 +43,6 @@ async def test_a_run_is_followed_and_scaled_inside_a_loop(here: Path, policy_cac
     assert run.events()[0]["event"] == "run_started"
     assert list(run.metrics()["step"]) == steps
     assert Run("runs/quickstart").wait().steps() == run.steps()
-
-
-def test_a_run_that_finished_has_a_summary(here: Path, policy_cache: Path) -> None:
-    run = train(PRESET, changes(policy_cache, **{"run.steps": 1}))
-    assert run.summary() is None
-    assert run.wait().summary() is not None
 
 
 def test_a_stopped_run_ended_well_and_a_killed_one_did_not(here: Path, policy_cache: Path) -> None:
@@ -73,7 +68,7 @@ def test_what_cannot_start_is_refused_at_once(here: Path) -> None:
         composer_mesh.evaluate("nothing")
 
 
-def test_the_code_of_the_guide_runs(
+def test_the_code_of_the_guide_runs_and_has_a_summary_at_its_end(
     here: Path, policy_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "configs").symlink_to(PRESET.parent)
@@ -83,3 +78,4 @@ def test_the_code_of_the_guide_runs(
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[:-1]] == ["1", "2", "3"]
     assert 0 <= float(shown[-1]) <= 1
+    assert Run("runs/quickstart").wait().summary() is not None

@@ -28,6 +28,7 @@ SYNCHRONOUS: dict[str, Any] = {
     "sdpo.alpha": 0.5,
     "trainer.microbatch_tokens": 400,  # a microbatch for every rollout or two
 }
+STEPS = 8
 LOSSES = ("loss/total", "loss/policy", "loss/sdpo", "policy/grad_norm")
 Steps = list[dict[str, Any]]
 Train = Callable[..., Steps]
@@ -61,15 +62,15 @@ def assert_same_losses(one: Steps, two: Steps) -> None:
 
 
 def test_teachers_of_the_mesh_have_the_losses_of_one_in_the_trainer(train: Train) -> None:
-    mesh, inline = (train(20, {"sdpo.placement": place}) for place in ("mesh", "inline"))
+    mesh, inline = (train(STEPS, {"sdpo.placement": place}) for place in ("mesh", "inline"))
     assert_same_losses(mesh, inline)
     taught = [step for step in mesh if step["sdpo/views"]]
-    assert len(taught) >= 10
+    assert len(taught) >= 4
     assert [step["step"] - 1 for step in taught] == [
         step["sdpo/teacher_version"] for step in taught
     ]
     assert all(step["loss/sdpo"] > 0 < step["sdpo/bytes"] for step in taught)
-    assert [step["sdpo/bytes"] for step in inline] == [0] * 20
+    assert [step["sdpo/bytes"] for step in inline] == [0] * STEPS
 
 
 def test_an_average_in_the_mesh_is_the_one_in_the_trainer(train: Train) -> None:
@@ -81,8 +82,8 @@ def test_an_average_in_the_mesh_is_the_one_in_the_trainer(train: Train) -> None:
 
 
 def test_two_ranks_and_two_teachers_have_the_losses_of_one_each(train: Train) -> None:
-    many = train(20, {"sdpo.placement": "mesh", "trainer.ranks": 2, "sdpo.replicas": 2})
-    assert_same_losses(many, train(20, {"sdpo.placement": "mesh"}))
+    many = train(STEPS, {"sdpo.placement": "mesh", "trainer.ranks": 2, "sdpo.replicas": 2})
+    assert_same_losses(many, train(STEPS, {"sdpo.placement": "mesh"}))
 
 
 def test_a_rank_without_an_error_site_waits_for_nothing(train: Train) -> None:

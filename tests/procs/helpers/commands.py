@@ -138,10 +138,15 @@ def forked(
     return ForkedCommand(server, arguments, folder or Path.cwd(), out, err, environment)
 
 
-def finished(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def finished(
+    arguments: Sequence[str],
+    timeout: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> subprocess.CompletedProcess[str]:
     """A command that was run to its end, in a fork."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = forked(arguments, out, err)
+        process = forked(arguments, out, err, folder, environment)
         try:
             status = process.wait(timeout)
         finally:

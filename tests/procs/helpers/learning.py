@@ -17,9 +17,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "helpers"))
 
+from optimizer_runs import save
 from step_batches import ALL_ON, batch_of, begun_with
 
-from composer_mesh.actors.checkpoints.manifest import write_manifest
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.models.language_model import LanguageModel
 from composer_mesh.actors.models.policy import build_model, build_tokenizer, save_policy
@@ -241,16 +241,6 @@ def gone_on(
     learner = Learner(settings, folder, ranks)
     learner.restore(checkpoint)
     return {"metrics": train(learner, steps), "last": weights_of(learner)}
-
-
-def save(learner: Learner, ranks: Ranks, checkpoint: Path) -> None:
-    """Write a checkpoint beside nothing, each rank its part. All ranks together."""
-    if ranks.rank == 0:
-        checkpoint.mkdir(parents=True)
-    learner.copy()
-    files = ranks.gather(learner.write(checkpoint))
-    if ranks.rank == 0:
-        write_manifest(checkpoint, learner.version, [one for own in files for one in own])
 
 
 def saved(

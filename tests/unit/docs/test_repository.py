@@ -128,11 +128,6 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def test_the_import_layers_hold() -> None:
-    report = lint_imports(ROOT)
-    assert report.returncode == 0, report.stdout + report.stderr
-
-
 FAULTS = [
     ("configs/load.py", "composer_mesh.planning", "A layer imports only"),
     ("planning/mesh_layout.py", "composer_mesh.losses", "A layer imports only"),

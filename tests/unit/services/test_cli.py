@@ -341,7 +341,7 @@ def test_a_users_folder_hides_no_other_module(
     assert done.returncode == 0, done.stderr
 
 
-def test_functions_of_a_named_folder_are_accepted_and_shown(
+def test_functions_of_a_named_folder_are_shown_and_found_by_the_processes_of_the_run_too(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loss = overrides("loss", "users_functions.loss", "loss.kwargs={scale=2.0}")
@@ -352,13 +352,7 @@ def test_functions_of_a_named_folder_are_accepted_and_shown(
     assert 'import_path = "users_functions:advantage"' in out
     assert "scale = 2.0" in out
     assert "scale = 3.0" in out
-
-
-def test_the_processes_of_the_run_find_them_too_and_keep_what_they_found_before(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(2):
-        assert main(["check", str(QUICKSTART), *overrides("loss", "users_functions.loss")]) == 0
+    assert main(["check", str(QUICKSTART), *overrides("loss", "users_functions.loss")]) == 0
     capsys.readouterr()
     assert os.environ[IMPORT_PATHS].split(os.pathsep) == ["/elsewhere", str(folder)]
     assert sys.path.count(str(folder)) == 1

@@ -78,7 +78,7 @@ def without_versions(trace: Trace) -> Trace:
     return replace(trace, turns=turns)
 
 
-@pytest.mark.parametrize(("seed", "max_lag"), crossed(range(4), [0, 1, 2]))
+@pytest.mark.parametrize(("seed", "max_lag"), crossed(range(2), [0, 1, 2]))
 async def test_under_random_failures_every_rollout_arrives_once_and_as_it_would_have_been(
     make_world: MakeWorld, build: Any, seed: int, max_lag: int
 ) -> None:
@@ -102,7 +102,7 @@ async def test_under_random_failures_every_rollout_arrives_once_and_as_it_would_
     assert others() == set()
 
 
-@pytest.mark.parametrize("seed", repeated(range(4)))
+@pytest.mark.parametrize("seed", repeated(range(2)))
 async def test_a_synchronous_run_trains_on_the_same_batches_whatever_failed_on_the_way(
     make_world: MakeWorld, build: Any, seed: int
 ) -> None:
@@ -263,8 +263,7 @@ async def test_in_lockstep_rollouts_that_are_run_again_keep_their_seeds(
 async def test_a_stormy_run_that_is_cancelled_at_any_moment_leaves_nothing_running(
     make_world: MakeWorld, build: Any
 ) -> None:
-    optimizer_state = random.Random(14).sample(range(400), 40)
-    for moment in optimizer_state:
+    for moment in random.Random(14).sample(range(400), 20):
         world = make_world(seed=moment, faults=RandomFaults(moment, rate=0.1))
         running = asyncio.create_task(finished(world, build(max_lag=1, **PATIENT)))
         for _ in range(moment):

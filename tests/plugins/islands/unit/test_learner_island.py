@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from islands_world import together
 from step_batches import batch_of
 
@@ -27,14 +25,6 @@ ISLANDS = {
     "quantization": "int8",
     "deadline_s": 60.0,
 }
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """One rank, whose process group is gone after the test."""
-    yield Ranks()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class World:

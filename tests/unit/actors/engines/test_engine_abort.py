@@ -178,19 +178,11 @@ def test_a_closed_batch_without_an_aborted_member_is_the_batch_that_never_had_it
 NEW = 100
 
 
-@pytest.fixture(scope="module")
-def policy(build_model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    build_model(1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-async def generator(build_config: Any, policy: Path) -> AsyncIterator[InProcessActor]:
+async def generator(build_config: Any, policy_folder: Path) -> AsyncIterator[InProcessActor]:
     actor = GeneratorActor()
     served = InProcessActor("generator-0", 1, actor, asyncio.Lock())
-    await served.call("load", build_config(generator={"max_concurrent": 2}), policy)
+    await served.call("load", build_config(generator={"max_concurrent": 2}), policy_folder)
     yield served
     await actor.__cleanup__(None)
 

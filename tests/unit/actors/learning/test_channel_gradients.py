@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from step_batches import (
     ALL_ON,
     NARROW,
@@ -165,14 +163,6 @@ def test_norms_that_are_not_finite_are_refused_by_the_update(
         next(model.parameters()).fill_(math.inf)
     with pytest.raises(RuntimeError, match="weights of version 0 are not finite already"):
         step.run(replace(batch, views=[]), None)
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """One rank, whose process group is gone after the test."""
-    yield Ranks()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -8,14 +8,13 @@ What a step may be asked for is the same where the weights are sharded, here ove
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from repetition import LONG
 from step_batches import (
     ALL_ON,
@@ -251,14 +250,6 @@ def loss(inputs: LossInputs) -> LossOutputs:
     more = inputs.logits.logsumexp(-1).square().sum() + inputs.hidden_states.square().sum()
     return LossOutputs(loss=0.01 * more - 0.2 * inputs.entropies.sum() - gain)
 """
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """One rank, whose process group is gone after the test."""
-    yield Ranks()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("padding", [-3, 5])

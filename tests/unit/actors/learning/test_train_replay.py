@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from repetition import crossed
 from step_batches import (
     ALL_ON,
     NARROW,
@@ -157,7 +157,7 @@ def step_of(build_config: Any, build_model: Any) -> Callable[..., Any]:
     return build
 
 
-@pytest.mark.parametrize(("name", "budget"), crossed([*CASES], [64, 10_000]))
+@pytest.mark.parametrize(("name", "budget"), [*zip(CASES, cycle([64, 10_000]))])
 def test_a_step_has_the_loss_and_gradients_of_its_function_however_it_is_split(
     step_of: Callable[..., Any], rng: random.Random, name: str, budget: int
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from composer_mesh.actors.models.gguf_program import convert
+from composer_mesh.actors.models.gguf_program import FAILURES, convert
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.planning.model_folder import check_model_folder
 from composer_mesh.services.checks.hub import converted, dequantization
@@ -102,16 +102,18 @@ def test_a_file_is_converted_once_for_its_content(tokenizer: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 100])
-def test_a_file_that_cannot_be_read_is_one_error(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_of_the_failures(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"policy.path = .*: transformers cannot read it"):
-        converted(tmp_path / "broken.gguf", tmp_path / "cache", "policy.path")
-    assert not list((tmp_path / "cache").iterdir())
+    with pytest.raises(FAILURES):
+        convert(tmp_path / "broken.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
-def test_an_architecture_that_transformers_does_not_read_is_named(
+def test_a_failure_is_one_error_with_what_transformers_does_not_read(
     tokenizer: Any, tmp_path: Path
 ) -> None:
     written(tmp_path / "odd.gguf", tokenizer, "oddity")
-    with pytest.raises(ConfigError, match="oddity"):
+    told = r"policy.path = .*: transformers cannot read it .*oddity"
+    with pytest.raises(ConfigError, match=told):
         converted(tmp_path / "odd.gguf", tmp_path / "cache", "policy.path")
+    assert not list((tmp_path / "cache").iterdir())

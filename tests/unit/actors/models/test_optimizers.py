@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import optimizer_runs as runs
 import pytest
 import torch
-import torch.distributed as dist
 from repetition import crossed
 from torch import Tensor, nn
 
@@ -47,14 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def steps(folder: Path) -> Any:
     return runs.batches(runs.write_policy(folder))
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """One rank, whose process group is gone after the test."""
-    yield Ranks()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def updated(shape: tuple[int, ...], optimizer: str = "adamw_8bit", **trainer: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from prefix_trees import built
 from step_batches import ALL_ON, Make, batch_of, largest_change, taught, weights_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
 from composer_mesh.actors.models.hidden_states import Packed
 from composer_mesh.actors.models.language_model import LanguageModel
@@ -26,15 +27,6 @@ MODELS: dict[str, PretrainedConfig] = {
 }
 CPU = torch.device("cpu")
 SEQUENCES = [[5, 7, 9, 11, 13, 2, 8], [3], [49, 4, 4], [6, 2, 8, 1], [17, 18]]
-
-
-def built(config: PretrainedConfig) -> Any:
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights.normal_(std=0.3, generator=generator)
-    return model
 
 
 def states(model: Any, sequences: list[list[int]], packing: bool) -> Tensor:

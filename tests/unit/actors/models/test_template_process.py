@@ -58,8 +58,6 @@ HOSTILE = CHAT_TEMPLATE + "".join(
         "long": "{{ 'a' * 5000000 }}",
         "print": "{{ ''.__class__.__mro__ }}",
         "date": "{{ strftime_now('%d %b %Y %H:%M') }}",
-        "endless": ENDLESS,
-        "power": POWER,
     }.items()
 )
 
@@ -71,9 +69,11 @@ def folder_with(template: str, tokenizer: Any, build_model: Any, folder: Path) -
     return folder
 
 
-@pytest.fixture
-def hostile(tokenizer: Any, build_model: Any, tmp_path: Path) -> Iterator[TemplateProcess]:
-    folder = folder_with(HOSTILE, tokenizer, build_model, tmp_path / "hostile")
+@pytest.fixture(scope="module")
+def hostile(
+    tokenizer: Any, build_model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TemplateProcess]:
+    folder = folder_with(HOSTILE, tokenizer, build_model, tmp_path_factory.mktemp("hostile"))
     with closing(TemplateProcess(folder, SHORT)) as templates:
         yield templates
 
@@ -83,7 +83,7 @@ def asked(content: str) -> tuple[list[Message], dict[str, Any]]:
 
 
 @LONG
-def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_has_no_end(
+def test_templates_render_as_in_this_process_and_their_errors_arrive(
     tokenizer: Any, toolbox: Any, hostile: TemplateProcess
 ) -> None:
     messages: list[Message] = [{"role": "user", "content": "q"}]
@@ -102,10 +102,6 @@ def test_templates_render_as_in_this_process_and_their_errors_arrive_until_one_h
         with pytest.raises(ChatTemplateError, match=told):
             hostile.render(*asked(content))
     assert hostile.render(*asked("q")).endswith("q<|im_end|>\n")
-    with pytest.raises(ChatTemplateError, match=r"exceeds its limits of 1 s .*SIGXCPU"):
-        hostile.render(*asked("power"))
-    with pytest.raises(ChatTemplateError, match="has ended"):
-        hostile.render(*asked("q"))
 
 
 def test_the_pinned_date_reaches_the_process(tokenizer: Any, hostile: TemplateProcess) -> None:
@@ -129,14 +125,17 @@ def test_contents_of_any_length_are_rendered_from_several_threads(
 
 
 @LONG
-def test_a_folder_whose_template_has_no_end_is_refused(
-    tokenizer: Any, build_model: Any, toolbox: Any, tmp_path: Path
+@pytest.mark.parametrize("template", [ENDLESS, POWER], ids=["endless", "power"])
+def test_a_folder_whose_template_has_no_end_is_refused_and_its_process_ends(
+    template: str, tokenizer: Any, build_model: Any, toolbox: Any, tmp_path: Path
 ) -> None:
-    folder = folder_with(ENDLESS + CHAT_TEMPLATE, tokenizer, build_model, tmp_path / "endless")
-    told = r"endless has a .*SIGXCPU\): use a tokenizer"
-    templates = TemplateProcess(folder, SHORT)
-    with closing(templates), pytest.raises(UnfitModelFolder, match=told):
-        templates.check(toolbox.tools, hints=False, chat=PolicyConfig().chat)
+    folder = folder_with(template + CHAT_TEMPLATE, tokenizer, build_model, tmp_path / "endless")
+    told = r"endless has a .*exceeds its limits of 1 s .*SIGXCPU\): use a tokenizer"
+    with closing(TemplateProcess(folder, SHORT)) as templates:
+        with pytest.raises(UnfitModelFolder, match=told):
+            templates.check(toolbox.tools, hints=False, chat=PolicyConfig().chat)
+        with pytest.raises(ChatTemplateError, match="has ended"):
+            templates.render(*asked("q"))
 
 
 def test_a_pattern_that_backtracks_is_an_error_of_the_model_and_not_a_panic(

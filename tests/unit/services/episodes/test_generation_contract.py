@@ -72,24 +72,16 @@ async def nothing(_: int) -> None:
     """A generator needs no session."""
 
 
-@pytest.fixture(scope="module")
-def policy(build_model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    build_model(1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(params=["of the controller's world", "PooledGeneration", "LockstepGeneration"])
 async def harness(
-    request: Any, tokenizer: Any, toolbox: ToolboxTask, build_config: Any, policy: Path
+    request: Any, tokenizer: Any, toolbox: ToolboxTask, build_config: Any, policy_folder: Path
 ) -> AsyncIterator[Harness]:
     if request.param == "of the controller's world":
         yield of_the_controller(toolbox, tokenizer)
         return
     actors = {f"generator-{n}": GeneratorActor() for n in range(2)}
     for actor in actors.values():
-        await own_endpoint(actor, "load")(build_config(), policy)
+        await own_endpoint(actor, "load")(build_config(), policy_folder)
     if request.param == "PooledGeneration":
         yield Harness(PooledGeneration(peers(actors), 2), nothing)
     else:

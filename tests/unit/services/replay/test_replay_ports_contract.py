@@ -74,22 +74,14 @@ async def test_each_of_so_many_teachers_answers_or_fails_and_nothing_is_raised(
             assert reply.action_text
 
 
-@pytest.fixture(scope="module")
-def policy(build_model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    build_model(1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(params=["fake", "ReferenceActor"])
 async def reference(
-    request: Any, toolbox: ToolboxTask, tokenizer: Any, build_config: Any, policy: Path
+    request: Any, toolbox: ToolboxTask, tokenizer: Any, build_config: Any, policy_folder: Path
 ) -> Reference:
     if request.param == "fake":
         return World(toolbox, ChatFormat(tokenizer, toolbox.tools))
     pool: Any = await InProcessHost().serve(ReferenceActor)
-    await pool.load(build_config(), policy)
+    await pool.load(build_config(), policy_folder)
     return pool  # type: ignore[no-any-return]
 
 
