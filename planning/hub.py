@@ -26,6 +26,7 @@ SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHTS = "*.safetensors"
 LEFT_OUT = ("*/*", "consolidated*")
 README = "README.md"
+NOT_STORED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 
 def small_files(named: HubId, key: str) -> Path:
@@ -58,11 +59,12 @@ def dataset_folder(named: HubId, key: str) -> Path:
     folder = commits / commit_of(named, key, "dataset")
     if not folder.exists():
         snapshot = _snapshot(named.at(folder.name), key, None, kind="dataset")
-        commits.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=commits) as scratch:
-            copy = Path(shutil.copytree(snapshot, Path(scratch) / "copy"))
-            if not folder.exists():  # another process may have been first
-                copy.rename(folder)
+        with refusing(named, key, "dataset"):
+            commits.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=commits) as scratch:
+                copy = Path(shutil.copytree(snapshot, Path(scratch) / "copy"))
+                if not folder.exists():  # another process may have been first
+                    copy.rename(folder)
     if not (folder / named.part).is_dir():
         raise _refused(key, named, f"it has no folder {named.part!r}: correct what follows the :")
     return folder / named.part
@@ -209,8 +211,9 @@ def _why(error: Exception, named: HubId, kind: str) -> str:
         return f"it has no revision {named.revision!r}: correct what follows the @, or remove it"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return _unreachable(where, constants.HF_HUB_OFFLINE)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
-        return f"it cannot be stored ({error.strerror}): make room, or set HF_HOME to another place"
+    if isinstance(error, shutil.Error) or getattr(error, "errno", None) in NOT_STORED:
+        what = getattr(error, "strerror", None) or "not all of its files were copied"
+        return f"it cannot be stored ({what}): make room, or set HF_HOME to another place"
     if isinstance(error, errors.HFValidationError):
         return (
             "this is not an id of a hub, and no such path is in the working directory: correct it"

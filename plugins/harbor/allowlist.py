@@ -109,7 +109,9 @@ def is_public(address: Address) -> bool:
     if isinstance(address, IPv4Address):
         return True
     inner = address.sixtofour or (address.teredo or (None,))[0]
-    return inner is None and not address.is_site_local and all(address not in t for t in TRANSLATED)
+    if inner is not None or address.is_site_local or address.is_reserved:
+        return False  # reserved are also those that have an IPv4 address as their end
+    return all(address not in t for t in TRANSLATED)
 
 
 def is_number(name: str) -> bool:

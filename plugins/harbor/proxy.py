@@ -16,10 +16,12 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import h11
 
+from composer_mesh.mesh.waiting import in_background
 from composer_mesh.plugins.harbor.allowlist import Allowlist, NotAllowed
 from composer_mesh.plugins.harbor.box_ports import CHUNK, Stream, joined, served
 from composer_mesh.plugins.harbor.containers.port import Container
@@ -50,9 +52,12 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 async def resolved(name: str) -> list[str]:
-    """Return the addresses of a name, by the resolver of this machine."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    """Return the addresses of a name, by the resolver of this machine.
+
+    In a thread of its own: names that are answered late would hold all of those that are shared.
+    """
+    looked_up = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
+    found = await asyncio.wrap_future(in_background(looked_up))
     return [str(one[4][0]) for one in found]
 
 

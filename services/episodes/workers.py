@@ -254,6 +254,10 @@ class RolloutWorkers:
         try:
             played: Played = await self._workers.call(worker, "play", sample, left.name, left.home)
             return played
+        except asyncio.CancelledError:
+            if left.home:  # its worker may not have adopted it yet
+                self._drop(left.name)
+            raise
         except ActorDied as died:
             if died.actor != worker or isinstance(died, NoReplicaLeft):
                 raise

@@ -14,7 +14,7 @@ nothing is sampled, queried or evaluated.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -24,6 +24,7 @@ from composer_mesh.rollouts.pairs import PreferencePair
 from composer_mesh.rollouts.traces import Trace
 from composer_mesh.services.replay.pair_stream import TakenPairs
 from composer_mesh.services.schedule.step_builder import Group, PlannedStep, StepBuilder
+from composer_mesh.services.steps.batcher import Batcher
 from composer_mesh.services.steps.hint_writing import WrittenHints, worded_from_json
 from composer_mesh.services.steps.logprob_mismatch import Differences, Trained
 from composer_mesh.services.steps.ports import Store, Training, Watcher, WeightSync
@@ -85,6 +86,7 @@ class StoredSteps:
 
     def __init__(self, reader: RunReader, config: Config, step_builder: StepBuilder) -> None:
         self._reader, self._config, self._step_builder = reader, config, step_builder
+        self._ageless = replace(step_builder, batcher=_without_ages(step_builder.batcher))
         self._known = False
         self.pairs_left_out = 0
 
@@ -120,7 +122,7 @@ class StoredSteps:
         own = {trace.trace_id for group in groups for trace in group.traces}
         usable = [pair for pair in pairs.values() if pair.trace_id in own]
         taken = TakenPairs(usable, ReplayOutcome()) if self._config.replay.on else None
-        return self._step_builder.compose(step, groups, taken, {})[0]
+        return self._ageless.compose(step, groups, taken, {})[0]
 
     def _trains(self, row: GroupRow) -> bool:
         if row.state not in READABLE or not row.traces:
@@ -162,6 +164,16 @@ class StoredSteps:
             self.pairs_left_out = len(found) - len(usable)
             return usable
         return found
+
+
+def _without_ages(batcher: Batcher) -> Batcher:
+    """Return a batcher that trains tokens of any age.
+
+    Versions of groups that no step has taken are not those of this run.
+    """
+    config = batcher.config
+    ageless = config.schedule.model_copy(update={"carried_groups": 0, "max_token_age": None})
+    return replace(batcher, config=config.model_copy(update={"schedule": ageless}))
 
 
 def as_trained(

@@ -161,15 +161,19 @@ def restore_teacher_queries(
     """Restore a stream's query records, and query unqueried groups before `first`.
 
     Groups before `past.next_group` count as well; those that a step has dropped are not queried,
-    and those that are carried enter again.
+    and those that are carried enter again. A step may have taken a group that it had passed over
+    before the group's record was stored, but after later ones were.
     """
+    stored = {row.group_id for row in reader.teacher_queries()}
+    before = min(past.next_group, max(stored, default=0))
+    late = sorted(set(range(before)).difference(stored, past.carried))
     records = (
         query_record_from_json(row.group_id, row.body, past.pairs)
         for row in reader.teacher_queries()
     )
     dropped = {row.group_id for row in reader.groups(GroupState.FINISHED)}
-    begin = stream.restore(records, past.taken, past.carried)
-    for group_id in range(begin, max(first, past.next_group)):
+    begin = stream.restore(records, past.taken, [*past.carried, *late])
+    for group_id in [*late, *range(begin, max(first, past.next_group))]:
         if group_id in past.carried:
             continue
         if group_id not in dropped and (traces := _traces(reader, group_id)):

@@ -111,3 +111,12 @@ def test_a_private_dataset_needs_the_token_and_an_unknown_one_is_refused(
     assert "set HF_TOKEN for a private one" in read("acme/terminal", 1)
     assert read("acme/terminal", HF_TOKEN=TOKEN)["names"]
     assert "there is neither such a path in the working directory" in read("acme/none", 1)
+
+
+def test_a_dataset_that_cannot_be_stored_is_refused_with_the_repair(
+    read: Reader, tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "composer-mesh").write_text("no folder")
+    said = read("acme/terminal", 1)
+    assert "it cannot be stored (Not a directory): make room, or set HF_HOME to another" in said

@@ -7,6 +7,8 @@ leads to one server on loopback, or to none.
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_containers import FakeContainer
@@ -14,7 +16,7 @@ from fake_outside import BODY, HOSTS, PUBLIC, FakeOutside, opened, said
 
 from composer_mesh.plugins.harbor.allowlist import Allowlist, NotAllowed, address_of, is_public
 from composer_mesh.plugins.harbor.box_ports import MOST_CONNECTIONS
-from composer_mesh.plugins.harbor.proxy import MOST_HEAD, Outside, proxied
+from composer_mesh.plugins.harbor.proxy import MOST_HEAD, Outside, proxied, resolved
 from composer_mesh.plugins.harbor.task_toml import Network
 
 
@@ -234,6 +236,7 @@ async def test_a_phase_without_a_list_has_no_proxy() -> None:
         *("0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.1.1", "172.16.0.1"),
         *("192.168.0.1", "224.0.0.1", "255.255.255.255", "168.63.129.16", "::", "::1", "fe80::1"),
         *("fc00::1", "fec0::1", "ff02::1", "64:ff9b::1", "2002:7f00:1::", "::ffff:10.0.0.1"),
+        *("::127.0.0.1", "::ffff:0:127.0.0.1"),
     ],
 )
 def test_no_address_near_this_machine_is_a_public_one(text: str) -> None:
@@ -243,3 +246,16 @@ def test_no_address_near_this_machine_is_a_public_one(text: str) -> None:
     with pytest.raises(NotAllowed, match="no public address"):
         Allowlist.of(["a.org"]).reached("a.org", [text])
     assert Allowlist.of(["a.org", str(address)]).reached("a.org", [text]) == [address]
+
+
+async def test_a_name_is_looked_up_in_no_thread_that_others_share() -> None:
+    loop, busy = asyncio.get_running_loop(), threading.Event()
+    shared = ThreadPoolExecutor(1)
+    loop.set_default_executor(shared)
+    holding = loop.run_in_executor(None, busy.wait)
+    try:
+        async with asyncio.timeout(20):
+            assert "127.0.0.1" in await resolved("localhost")
+    finally:
+        busy.set()
+        await holding

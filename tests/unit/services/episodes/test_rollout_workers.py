@@ -244,6 +244,23 @@ async def test_a_session_is_dropped_whose_sample_is_cancelled_before_it_is_known
     await world.player.close()
 
 
+async def test_a_session_is_dropped_whose_next_worker_may_not_have_begun_with_it(
+    world: World,
+) -> None:
+    world.left["close_calls"] = {"train-000000-000": 7}
+    play = world.play(0)
+    await turns()
+    world.workers.change("rollouts-1")
+    with pytest.raises(WorkerLost):
+        await play
+    again = world.play(0, attempt=2)
+    await turns()
+    again.cancel()
+    await turns()
+    assert world.environments.asked == [("forget", "train-000000-000")]
+    await world.player.close()
+
+
 async def test_an_attempt_begins_anew_where_environments_do_not_say_what_is_left_or_fail() -> None:
     world = World(Impatient)
     await turns()

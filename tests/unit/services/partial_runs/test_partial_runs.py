@@ -180,6 +180,21 @@ async def test_dynamic_sampling_leaves_out_stored_groups_whose_rewards_are_all_e
     assert {trace.group_id for trace in step.composed.traces} == {1, 2}
 
 
+async def test_groups_that_no_step_took_are_trained_whatever_their_age(
+    tmp_path: Path, build_config: Any, toolbox: ToolboxTask, chat: ChatFormat
+) -> None:
+    config = build_config(
+        **SHORT, schedule={"prompts_per_step": 1, "max_lag": 1, "carried_groups": 2}
+    )
+    scripts = ["stumbles", "quits", "right"]
+    groups = [group_of(toolbox, chat, index, scripts) for index in range(STEPS)]
+    await write_run(tmp_path, config, groups)
+    with RunReader(tmp_path) as reader:
+        found = list(StoredSteps(reader, config, composer_of(config, toolbox, chat)))
+    masks = [[any(one.mask) for one in step.composed.batch.samples] for step in found]
+    assert masks == [[True] * 3] * STEPS
+
+
 async def test_pairs_without_the_scores_that_the_loss_needs_are_left_out(
     sampled: Path, config: Config, build_config: Any, toolbox: ToolboxTask, chat: ChatFormat
 ) -> None:

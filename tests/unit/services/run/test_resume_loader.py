@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ class Stream:
         self, asked: Iterable[TeacherQueryRecord], taken: int, carried: Sequence[int]
     ) -> int:
         self.asked = [group.group_id for group in asked]
-        return len(self.asked)
+        known = {*self.asked, *carried}
+        return next(n for n in count() if n not in known)
 
     def begin(self, group: Sequence[Trace]) -> None:
         self.entered.append(("begin", group[0].group_id))
@@ -304,6 +306,22 @@ async def test_teachers_are_not_asked_before_they_enter_about_groups_that_were_p
         past = ResumeContents(next_group=6, carried=[1, 2])
         restore_teacher_queries(past, stream, store.reading, 2 * PROMPTS)
     assert stream.entered == [("begin", group) for group in (0, 3, 4, 5)]
+
+
+async def test_teachers_are_asked_once_about_groups_after_one_whose_answers_were_not_stored(
+    tmp_path: Path, config: Config
+) -> None:
+    """Group 3 was passed over and then taken; its answers came after those about 4 and 5."""
+    stream: Any = Stream()
+    with opened(tmp_path, config) as store:
+        await filled_with_holes(store)
+        for group in (0, 4, 5):
+            asked = TeacherQueryRecord(group, [], ReplayOutcome(), [])
+            await store.add_teacher_queries(group, query_record_to_json(asked, []), [])
+        past = ResumeContents(next_group=6, carried=[1, 2])
+        restore_teacher_queries(past, stream, store.reading, 2 * PROMPTS)
+    assert stream.asked == [0, 4, 5]
+    assert stream.entered == [("begin", 3)]
 
 
 async def test_a_step_that_is_trained_anew_takes_from_groups_that_it_had_passed_over(
