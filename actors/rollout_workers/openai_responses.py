@@ -32,6 +32,9 @@ from composer_mesh.rollouts.agent_messages import TEXT_PARTS
 from composer_mesh.rollouts.captured_turns import CapturedTurn
 from composer_mesh.rollouts.traces import Message
 
+MCP = "mcp__"
+"""How Codex begins the namespace of an MCP server's tools."""
+
 
 def messages_of(items: str | list[dict[str, Any]]) -> list[Message]:
     """Return a request's input as chat messages; raises Refusal.
@@ -50,7 +53,9 @@ def messages_of(items: str | list[dict[str, Any]]) -> list[Message]:
     return [message for message in messages if not _only_thought(message)]
 
 
-def output_items(turn: CapturedTurn, name: str) -> list[dict[str, Any]]:
+def output_items(
+    turn: CapturedTurn, name: str, tools: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
     """Return an answer as items: its thinking, its text, its calls."""
     answer = turn.answer
     items: list[dict[str, Any]] = []
@@ -66,6 +71,7 @@ def output_items(turn: CapturedTurn, name: str) -> list[dict[str, Any]]:
             "id": f"fc_{name}_{call['id']}",
             "call_id": call["id"],
             **call["function"],
+            **_named(call["function"]["name"], tools),
             "status": "completed",
         }
         for call in answer.get("tool_calls", [])
@@ -91,9 +97,28 @@ def text_part(text: str) -> dict[str, Any]:
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return the functions of a request as those of chat completions.
 
+    Those of an MCP server, which Codex lists as a namespace, are named as `mcp__SERVER__TOOL`.
     Other kinds are run by OpenAI's servers, or are of no chat template, and are left out.
     """
-    return [_chat_tool(tool) for tool in tools or [] if tool.get("type") == "function"]
+    every = [one for tool in tools or [] for one in _functions(tool)]
+    return [_chat_tool(one) for one in every if one.get("type") == "function"]
+
+
+def _functions(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions of an MCP server's namespace, by their whole names; else the tool."""
+    name = str(tool.get("name"))
+    if tool.get("type") != "namespace" or not name.startswith(MCP):
+        return [tool]
+    return [{**one, "name": f"{name}__{one.get('name')}"} for one in tool.get("tools") or []]
+
+
+def _named(name: str, tools: list[dict[str, Any]] | None) -> dict[str, str]:
+    """Return how a call names a function: one of a namespace by two names."""
+    for tool in tools or []:
+        space = str(tool.get("name"))
+        if _functions(tool) != [tool] and name.startswith(f"{space}__"):
+            return {"namespace": space, "name": name[len(space) + 2 :]}
+    return {"name": name}
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +133,9 @@ def _part(item: dict[str, Any]) -> Message:
     if kind == "message":
         return {"role": item.get("role"), "content": item.get("content")}
     if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        space = item.get("namespace")
+        name = item.get("name") if space is None else f"{space}__{item.get('name')}"
+        function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
@@ -183,7 +210,7 @@ class ResponsesAnswer(WireAnswer):
         (turn,) = exchange.turns
         self.episode.responses[_response_id(exchange)] = [*self.messages, turn.answer]
         status = "completed" if turn.finish == "stop" else "incomplete"
-        output = output_items(turn, exchange.id)
+        output = output_items(turn, exchange.id, self.request.tools)
         usage = {
             **TokenUsage.of(exchange, 1).named("input_tokens", "output_tokens"),
             "input_tokens_details": {"cached_tokens": 0},

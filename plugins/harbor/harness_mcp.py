@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from composer_mesh.plugins.harbor.harness import HOME, Launch
+from composer_mesh.plugins.harbor.machine import SETUP_S
 from composer_mesh.plugins.harbor.task_toml import McpServerTable
 from composer_mesh.tasks.errors import UnusableTask
 
@@ -21,15 +22,18 @@ VARIABLE = "COMPOSER_MESH_MCP_CONFIG"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What every harness takes as the name of a server."""
 WITHOUT = {
-    "codex": "lists their tools in a form that its endpoint leaves out",
     "mini-swe-agent": "has no MCP",
 }
 """Why a harness gets none."""
 Servers = Sequence[McpServerTable]
 
 
-def with_servers(launch: Launch, task: str, servers: Servers) -> Launch:
+def with_servers(
+    launch: Launch, task: str, servers: Servers, variables: Sequence[str] = ()
+) -> Launch:
     """Return a launch whose harness has the servers of a task; the same one if there are none.
+
+    `variables` are names that Codex is to pass on to servers, for it knows few by itself.
 
     Raises UnusableTask where a harness takes no servers, or not one of this name.
     """
@@ -50,6 +54,18 @@ def with_servers(launch: Launch, task: str, servers: Servers) -> Launch:
     listed = {
         one.name: {"type": "stdio", "command": one.command, "args": one.args} for one in servers
     }
+    if launch.harness == "codex":
+        lines = [launch.files["config.toml"].rstrip("\n")]
+        for one in servers:
+            lines += [
+                f"[mcp_servers.{one.name}]",
+                f"command = {json.dumps(one.command, ensure_ascii=False)}",
+                f"args = {json.dumps(one.args, ensure_ascii=False)}",
+                f"env_vars = {json.dumps(list(variables))}",
+                f"startup_timeout_sec = {SETUP_S:g}",
+                'default_tools_approval_mode = "approve"',
+            ]
+        return replace(launch, files={**launch.files, "config.toml": "\n".join(lines) + "\n"})
     given = replace(launch, files={**launch.files, FILE: json.dumps({"mcpServers": listed})})
     if launch.harness == "claude-code":
         allowed = ",".join(f"mcp__{name}" for name in listed)

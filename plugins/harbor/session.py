@@ -80,7 +80,9 @@ class HarborSession(Session):
         folder = self.task.folder_of(self.row)
         servers, launch = folder.toml.environment.mcp_servers, Launch.of(self.row)
         if launch is not None:
-            self._harness = with_servers(launch, folder.name, servers)
+            self._harness = with_servers(
+                launch, folder.name, servers, list(folder.toml.environment.env)
+            )
         mounts = {} if launch is None else launch.mounts
         self.machine = Machine(self.task.containers, folder, self.task.limits, mounts)
         try:

@@ -14,7 +14,7 @@ from fake_containers import FakeContainers
 from harbor_folders import made, written
 
 from composer_mesh.plugins.harbor.harness import HOME, PROGRAM, Launch
-from composer_mesh.plugins.harbor.harness_agent import HarnessAgent
+from composer_mesh.plugins.harbor.harness_agent import HarnessAgent, codex_files
 from composer_mesh.plugins.harbor.harness_mcp import with_servers
 from composer_mesh.plugins.harbor.machine import Machine, TaskFailure
 from composer_mesh.plugins.harbor.task_toml import McpServerTable
@@ -99,6 +99,12 @@ def test_each_harness_gets_the_servers_of_a_task_in_its_own_configuration() -> N
     claude = with_servers(replace(plain, harness="claude-code"), "task", SERVERS)
     assert claude.argv[-4:] == [f"{HOME}/mcp.json", "--strict-mcp-config", *claude.argv[-2:]]
     assert claude.argv[-2:] == ["--allowedTools", "mcp__one"]
+    files = codex_files(AnAgent.base_url)
+    codex = with_servers(replace(plain, harness="codex", files=files), "task", SERVERS, ["A"])
+    config = tomllib.loads(codex.files["config.toml"])
+    assert config["mcp_servers"]["one"].items() >= {"command": "run", "env_vars": ["A"]}.items()
+    assert config["mcp_servers"]["one"]["args"] == ["-x", 'a"b']
+    assert config["model_provider"] == "mesh"
 
 
 def test_a_task_without_servers_changes_no_launch() -> None:
@@ -106,21 +112,16 @@ def test_a_task_without_servers_changes_no_launch() -> None:
     assert with_servers(launch, "task", []) is launch
 
 
-@pytest.mark.parametrize(
-    ("harness", "said"), [("mini-swe-agent", "has no MCP"), ("codex", "its endpoint leaves out")]
-)
-async def test_servers_are_refused_to_a_harness_that_takes_none(
-    tmp_path: Path, harness: str, said: str
-) -> None:
+async def test_servers_are_refused_to_a_harness_that_takes_none(tmp_path: Path) -> None:
     servers = '[[environment.mcp_servers]]\nname = "s"\ntransport = "stdio"\ncommand = "s"\n'
     text = f'[environment]\ndocker_image = "python:3.11-slim"\n{servers}'
     task = made(written(tmp_path / "task", {"task.toml": text}))
     episode = task.episode("train", 0)
-    launch = Launch(["run"], 1, 10.0, harness=harness).row
+    launch = Launch(["run"], 1, 10.0, harness="mini-swe-agent").row
     running = RunningEpisode(
         task, type(episode)("harbor", "train", 0, {**episode.payload, **launch})
     )
-    with pytest.raises(UnusableTask, match=f"{harness} .*{said}"):
+    with pytest.raises(UnusableTask, match="mini-swe-agent has no MCP"):
         await running.begin()
     await running.close()
 

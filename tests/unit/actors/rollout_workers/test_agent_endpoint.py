@@ -151,6 +151,27 @@ async def test_streamed_responses_are_whole(agent: OpenedAgent) -> None:
     assert len(one_trajectory(agent)) == 2
 
 
+async def test_a_tool_of_an_mcp_server_is_one_function_for_the_model_and_two_names_for_codex(
+    chat: ChatFormat,
+) -> None:
+    inner = {"type": "function", "name": "add", "parameters": FLAT["parameters"]}
+    agents = {"type": "namespace", "name": "agents", "tools": [{**inner, "name": "spawn"}]}
+    tools: Any = [{"type": "namespace", "name": "mcp__math", "tools": [inner]}, agents]
+    async with opened_agent(chat, call_text("mcp__math__add", {"a": 2}), "it is 5") as agent:
+        create = agent.client.responses.create
+        first = await create(model="m", input=QUESTION, tools=tools)
+        call = first.output[0].model_dump(exclude_none=True)
+        assert (call["type"], call["namespace"], call["name"]) == (
+            *("function_call", "mcp__math", "add"),
+        )
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
+        second = await create(model="m", input=[*QUESTION, call, output], tools=tools)
+        assert second.output_text == "it is 5"
+        assert len(one_trajectory(agent)) == 2
+        prompt = chat.tokenizer.decode(agent.generation.requests[0].prompt_ids)
+        assert ("mcp__math__add" in prompt, "spawn" in prompt) == (True, False)
+
+
 async def test_what_codex_sends_is_answered(agent: OpenedAgent) -> None:
     tools: Any = [FLAT, {"type": "namespace", "name": "agents"}, {"type": "web_search"}]
     more = {"client_metadata": {"turn": "1"}, "include": ["reasoning.encrypted_content"]}
