@@ -70,7 +70,8 @@ class ScheduleConfig(Section):
 
     max_token_age: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Maximum lag in policy versions of a sampled token when it is trained; older tokens are only
-    context. Needs carried_groups above 0; by default it is max_lag."""
+    context. Needs carried_groups above 0. By default it is max_lag plus carried_groups divided by
+    prompts_per_step, rounded up: groups that were not passed over lose no token."""
 
     @property
     def groups_per_step(self) -> int:
@@ -87,7 +88,9 @@ class ScheduleConfig(Section):
         """Version of the oldest tokens that a step trains; None if the window alone bounds it."""
         if not self.carried_groups:
             return None
-        return step - (self.max_lag if self.max_token_age is None else self.max_token_age)
+        if self.max_token_age is not None:
+            return step - self.max_token_age
+        return step - self.max_lag - -(-self.carried_groups // self.prompts_per_step)
 
     @property
     def samples_per_group(self) -> int:

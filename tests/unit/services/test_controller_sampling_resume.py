@@ -214,7 +214,7 @@ async def test_a_carrying_run_that_is_stopped_anywhere_takes_every_group_once(
     if full:
         check_groups(tmp_path, sorted(taken))
     with RunReader(tmp_path) as reader:
-        assert max(metrics["lag/max"] for metrics in reader.metrics()) <= max_lag
+        assert max(metrics["lag/max"] for metrics in reader.metrics()) <= max_lag + 1
         assert max(metrics["rollouts/carried"] for metrics in reader.metrics()) <= 2
 
 

@@ -10,6 +10,7 @@ import pytest
 from hint_traces import group_of as played_group
 
 from composer_mesh.channels.policy import policy_sample
+from composer_mesh.configs.schedule import ScheduleConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat
@@ -121,6 +122,15 @@ def test_a_late_correction_trains_young_tokens_only(batched: Batched, group: lis
     advantages = batch.samples[1].advantage
     assert isinstance(advantages, list)
     assert [bool(one) for one in advantages] == batch.samples[1].mask
+
+
+@pytest.mark.parametrize(("carried", "oldest"), [(1, 8), (2, 8), (3, 7)])
+def test_by_default_no_group_that_was_not_passed_over_loses_a_token(
+    carried: int, oldest: int
+) -> None:
+    """It may be as old as max_lag and the steps that carried groups fill."""
+    schedule = ScheduleConfig(prompts_per_step=2, max_lag=1, carried_groups=carried)
+    assert schedule.oldest_trained(10) == oldest
 
 
 def test_without_carried_groups_the_window_alone_bounds_the_age(
