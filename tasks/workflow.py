@@ -44,6 +44,7 @@ from composer_mesh.rollouts.tool_calls import assistant_message
 from composer_mesh.rollouts.traces import ErrorSite, Message, Turn
 from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import TaskError, UnusableTask
+from composer_mesh.tasks.task import Task
 
 if TYPE_CHECKING:
     from typing import Self
@@ -212,6 +213,9 @@ class Workflow:
     Keyword arguments of the subclass are set by `rollouts.options`. One object plays many episodes
     at once, so `run` keeps what belongs to an episode in local variables.
     """
+
+    def check_task(self, task: Task) -> None:
+        """Raise UnusableTask for a task that it cannot play; called before a run starts."""
 
     async def run(self, episode: Episode, engine: Engine) -> Sequence[Trajectory]:
         """Play an episode, which has its row; return at least one trajectory.

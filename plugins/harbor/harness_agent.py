@@ -18,9 +18,12 @@ from urllib.parse import urlsplit
 
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.plugins.harbor.harness import HOME, PROGRAM, PROMPT, Launch
+from composer_mesh.plugins.harbor.harness_mcp import refuse_servers
 from composer_mesh.plugins.harbor.machine import TaskFailure
+from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.tasks.errors import UnusableTask
+from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.workflow import Agent, Engine, Trajectory, Workflow
 
 MODEL = "policy"
@@ -136,6 +139,16 @@ class HarnessAgent(Workflow):
             self._words = [*self._recipe.argv(f"{PROGRAM}/{found}"), *arguments, *last]
         self._program = str(Path(program).resolve()) if program else ""
         self._environment, self._timeout_s = dict(environment), timeout_s
+
+    def check_task(self, task: Task) -> None:
+        for part in task.parts:
+            if not isinstance(part, HarborTask):
+                raise UnusableTask(
+                    f"HarnessAgent plays Harbor tasks, and task {part.name!r} is none: set "
+                    "data.task to 'harbor', or remove rollouts.workflow"
+                )
+            for folder in part.folders:
+                refuse_servers(self._harness, folder.name, folder.toml.environment.mcp_servers)
 
     async def run(self, episode: Episode, engine: Engine) -> Sequence[Trajectory]:  # noqa: ARG002
         """Play all steps of the task; return what was sampled, with the reward of the tests.

@@ -28,6 +28,22 @@ WITHOUT = {
 Servers = Sequence[McpServerTable]
 
 
+def refuse_servers(harness: str, task: str, servers: Servers) -> None:
+    """Raise UnusableTask where a harness takes no servers, or not one of this name."""
+    if servers and harness in WITHOUT:
+        raise UnusableTask(
+            f"Harbor task {task!r} has MCP servers, and {harness} "
+            f"{WITHOUT[harness]}: leave the task out of data.path, or use claude-code or a "
+            "command"
+        )
+    for one in servers:
+        if not NAME.fullmatch(one.name):
+            raise UnusableTask(
+                f"Harbor task {task!r} has an MCP server {one.name[:80]!r}, which a harness "
+                "cannot name: use 1 to 64 letters, digits, - and _"
+            )
+
+
 def with_servers(
     launch: Launch, task: str, servers: Servers, variables: Sequence[str] = ()
 ) -> Launch:
@@ -39,18 +55,7 @@ def with_servers(
     """
     if not servers:
         return launch
-    if launch.harness in WITHOUT:
-        raise UnusableTask(
-            f"Harbor task {task!r} has MCP servers, and {launch.harness} "
-            f"{WITHOUT[launch.harness]}: leave the task out of data.path, or use claude-code or a "
-            "command"
-        )
-    for one in servers:
-        if not NAME.fullmatch(one.name):
-            raise UnusableTask(
-                f"Harbor task {task!r} has an MCP server {one.name[:80]!r}, which a harness "
-                "cannot name: use 1 to 64 letters, digits, - and _"
-            )
+    refuse_servers(launch.harness, task, servers)
     listed = {
         one.name: {"type": "stdio", "command": one.command, "args": one.args} for one in servers
     }

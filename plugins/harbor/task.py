@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -185,6 +185,11 @@ class HarborTask(Task):
 
     def prompt(self, row: Row) -> str:
         return str(row["prompt"])
+
+    @property
+    def folders(self) -> Collection[HarborFolder]:
+        """The folders of the tasks that are played."""
+        return self._folders.values()
 
     def folder_of(self, row: Row) -> HarborFolder:
         """Return the folder of a row's task."""

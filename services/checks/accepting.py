@@ -35,6 +35,7 @@ from composer_mesh.services.directory.sft_start import started
 from composer_mesh.services.pool.process_placement import ProcessPlacements, refuse_other_hosts
 from composer_mesh.services.steps.custom_functions import try_custom_functions
 from composer_mesh.services.trackers.port import TrackerRefused, check_trackers, custom_class
+from composer_mesh.tasks.errors import TaskError, code_of_task
 from composer_mesh.tasks.loading import make_task, make_workflow
 
 
@@ -168,7 +169,9 @@ def accept(config: Config) -> ProcessPlacements:
         add_import_paths(config.run.import_paths)
     task = make_task(config)
     check_task(config, task)
-    make_workflow(config)
+    if (workflow := make_workflow(config)) is not None:
+        with code_of_task("checking the task by rollouts.workflow", TaskError):
+            workflow.check_task(task)
     check_keys(config)
     check_policy_files(config)
     check_vllm_fits(config)

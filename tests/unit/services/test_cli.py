@@ -390,6 +390,20 @@ def test_looking_functions_up_starts_no_monarch(tmp_path: Path) -> None:
     assert not {"torch", "monarch", "transformers", "prime_rl"} & set(modules)
 
 
+def test_a_workflow_refuses_a_task_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "picky.py"
+    lines = (
+        "from composer_mesh import Workflow",
+        "class Picky(Workflow):",
+        "    def check_task(self, task): raise ValueError(f'no {task.name} here')",
+    )
+    file.write_text("\n".join(lines))
+    assert main(["check", str(QUICKSTART), "--set", f"rollouts.workflow={file}:Picky"]) == 2
+    assert "no toolbox here" in capsys.readouterr().err
+
+
 def test_a_workflow_that_is_not_there_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -20,6 +20,7 @@ from composer_mesh.plugins.harbor.machine import Machine, TaskFailure
 from composer_mesh.plugins.harbor.task_toml import McpServerTable
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.running import RunningEpisode
+from composer_mesh.tasks.toolbox import ToolboxTask
 
 PLACES = {
     "claude-code": "node_modules/@anthropic-ai/claude-code-linux-x64/claude",
@@ -110,6 +111,21 @@ def test_each_harness_gets_the_servers_of_a_task_in_its_own_configuration() -> N
 def test_a_task_without_servers_changes_no_launch() -> None:
     launch = Launch(["run"], 1, 10.0, harness="mini-swe-agent")
     assert with_servers(launch, "task", []) is launch
+
+
+def test_a_task_that_a_harness_cannot_play_is_refused_before_a_run(tmp_path: Path) -> None:
+    servers = '[[environment.mcp_servers]]\nname = "s"\ntransport = "stdio"\ncommand = "s"\n'
+    text = f'[environment]\ndocker_image = "python:3.11-slim"\n{servers}'
+    task = made(written(tmp_path / "task", {"task.toml": text}))
+    place = tmp_path / PLACES["mini-swe-agent"]
+    place.parent.mkdir(parents=True)
+    place.touch()
+    agent = HarnessAgent("mini-swe-agent", program=str(tmp_path))
+    with pytest.raises(UnusableTask, match="mini-swe-agent has no MCP: leave the task out"):
+        agent.check_task(task)
+    HarnessAgent(command=["run"]).check_task(task)
+    with pytest.raises(UnusableTask, match="plays Harbor tasks, and task 'toolbox' is none"):
+        agent.check_task(ToolboxTask.create())
 
 
 async def test_servers_are_refused_to_a_harness_that_takes_none(tmp_path: Path) -> None:
