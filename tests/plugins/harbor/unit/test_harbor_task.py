@@ -14,7 +14,6 @@ from composer_mesh.plugins.harbor.monitor import FLAGGING, KINDS, VOIDING
 from composer_mesh.plugins.harbor.task import HINTS, HarborTask
 from composer_mesh.rollouts.tool_calls import call_text, parse_action
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.task import TaskSettings
 
 GOLD = [bash("write word.txt hello"), SUBMIT]
 
@@ -67,8 +66,6 @@ def test_links_are_refused_and_so_are_folders_without_tasks(tmp_path: Path) -> N
         made(tmp_path)
     with pytest.raises(UnusableTask, match=r"no task\.toml within"):
         made(tmp_path / "task" / "tests")
-    with pytest.raises(UnusableTask, match="download it by hf download"):
-        HarborTask.create(TaskSettings(path="org/name"))
     with pytest.raises(UnusableTask, match=r"set data\.path"):
         HarborTask.create()
 
