@@ -5,9 +5,7 @@ The outside is one of the tests, so no test reaches the Internet.
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,8 @@ from harbor_folders import bash, written
 from python_image import python_root
 
 from composer_mesh.mesh.private_folder import entered_folder
-from composer_mesh.plugins.harbor.containers.opening import open_containers
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.tasks import Outcome
-from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import TaskSettings
 
@@ -61,17 +57,6 @@ def folder() -> Path:
     (root / "usr/bin/get").write_text(GET)
     (root / "usr/bin/get").chmod(0o755)
     return folder
-
-
-@pytest.fixture(scope="module")
-def containers(folder: Path) -> Iterator[Any]:
-    """Containers of this machine; a test says why there are none."""
-    try:
-        opened = open_containers("bubblewrap", cache=str(folder / "cache"))
-    except UnusableTask as error:
-        pytest.skip(str(error))
-    yield opened
-    asyncio.run(opened.close())
 
 
 class World:

@@ -5,10 +5,8 @@ The harness is a script of the tests, so that no package is needed.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +22,13 @@ from python_image import python_root, with_image
 from scripted_generation import ScriptedGeneration
 
 from composer_mesh.mesh.private_folder import entered_folder
-from composer_mesh.plugins.harbor.containers.opening import open_containers
 from composer_mesh.plugins.harbor.harness import PROGRAM
 from composer_mesh.plugins.harbor.machine import TaskFailure
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.tasks.errors import TaskCodeError, UnusableTask
+from composer_mesh.tasks.errors import TaskCodeError
 from composer_mesh.tasks.task import TaskSettings
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
@@ -67,17 +64,6 @@ def folder() -> Path:
     listed = {"task.toml": LISTED.format(TOML.format(root)), "tests/test.sh": GOT}
     written(folder / "listed", listed)
     return folder
-
-
-@pytest.fixture(scope="module")
-def containers(folder: Path) -> Iterator[Any]:
-    """Containers of this machine; a test says why there are none."""
-    try:
-        opened = open_containers("bubblewrap", cache=str(folder / "cache"))
-    except UnusableTask as error:
-        pytest.skip(str(error))
-    yield opened
-    asyncio.run(opened.close())
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ The policy is scripted: what each harness calls its shell, and how it ends, is a
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from python_image import python_root, with_image
 from scripted_generation import ScriptedGeneration
 
 from composer_mesh.mesh.private_folder import entered_folder
-from composer_mesh.plugins.harbor.containers.opening import open_containers
 from composer_mesh.plugins.harbor.harness_agent import RECIPES
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.rollouts.traces import Trace
-from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.task import TaskSettings
 
 PROGRAMS = "COMPOSER_MESH_TEST_HARNESSES"
@@ -70,17 +67,6 @@ def folder() -> Path:
     written(folder / "task", {"task.toml": TOML.format(root), "tests/test.sh": TESTS})
     with_image(EXAMPLES, folder / "examples", root)
     return folder
-
-
-@pytest.fixture(scope="module")
-def containers(folder: Path) -> Iterator[Any]:
-    """Containers of this machine; a test says why there are none."""
-    try:
-        opened = open_containers("bubblewrap", cache=str(folder / "cache"))
-    except UnusableTask as error:
-        pytest.skip(str(error))
-    yield opened
-    asyncio.run(opened.close())
 
 
 def script(harness: str) -> Sequence[str]:
