@@ -100,11 +100,16 @@ def test_a_slow_registry_is_one_that_failed(registry: FakeRegistry, tmp_path: Pa
     assert raised.value.kind == "registry"
 
 
-def test_no_registry_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with pytest.raises(ContainerError, match="ConnectError") as raised:
-        pulled(tmp_path, "127.0.0.1:1/team/tiny:v1", 0.3)
+def test_no_registry_is_there() -> None:
+    reference = parsed("127.0.0.1:1/team/tiny:v1")
+    assert isinstance(reference, RegistryReference)
+    waits: list[float] = []
+    with httpx.Client(trust_env=False) as client:
+        made = ImageRegistry(reference, time.monotonic() + 600, client, None, waits.append)
+        with pytest.raises(ContainerError, match=r"ConnectError.* in 5 attempts") as raised:
+            made.manifest_tried("v1")
     assert raised.value.kind == "registry"
+    assert waits == [0.5, 1.0, 2.0, 4.0]
 
 
 def test_a_busy_registry_is_asked_again_when_it_says(registry: FakeRegistry) -> None:
