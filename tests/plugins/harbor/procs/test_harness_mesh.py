@@ -72,7 +72,9 @@ def check(run: FinishedRun, steps: int, episodes: int) -> None:
     for step in run.steps:
         assert step["reward/mean"] == step["rollouts/trained_share"] == 1.0
         assert step["logprob_mismatch/max"] <= LARGEST_MISMATCH
-    if steps > 1:
+        assert step["policy/grad_norm"] > 0
+    assert {version for trace in traces for version in trace.versions()} == set(range(steps))
+    if steps > 2:  # one update may teach too little of that answer
         before, after = (first_answers(run, version) for version in (0, steps - 1))
         assert after > before + LEARNED
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -32,12 +33,12 @@ WAIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def socket() -> Iterator[Path]:
     """The socket of a service of its own, whose images and containers are in a new folder."""
     podman, runc = shutil.which("podman"), shutil.which("runc")
     if podman is None or runc is None:
         pytest.skip("podman and runc are not installed: apt-get install podman runc")
-    folder = tmp_path_factory.mktemp("podman")
+    folder = Path(tempfile.mkdtemp(prefix="podman-"))  # its paths may have 50 characters
     (folder / ".config/containers").mkdir(parents=True)
     (folder / ".config/containers/policy.json").write_text(POLICY)
     (folder / "containers.conf").write_text(CONF.format(runc=runc))
@@ -62,6 +63,7 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         process.kill()
         process.wait()
         subprocess.run([podman, *places, "rm", "-fa"], env=environment, check=False)
+        shutil.rmtree(folder)
 
 
 async def _answers(socket: Path, process: subprocess.Popen[bytes]) -> str | None:
