@@ -100,24 +100,24 @@ def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     Those of an MCP server, which Codex lists as a namespace, are named as `mcp__SERVER__TOOL`.
     Other kinds are run by OpenAI's servers, or are of no chat template, and are left out.
     """
-    every = [one for tool in tools or [] for one in _functions(tool)]
+    every = [one for tool in tools or [] for one in (tool, *_functions(tool))]
     return [_chat_tool(one) for one in every if one.get("type") == "function"]
 
 
 def _functions(tool: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the functions of an MCP server's namespace, by their whole names; else the tool."""
-    name = str(tool.get("name"))
-    if tool.get("type") != "namespace" or not name.startswith(MCP):
-        return [tool]
-    return [{**one, "name": f"{name}__{one.get('name')}"} for one in tool.get("tools") or []]
+    """Return the tools of an MCP server's namespace by their whole names; none of another tool."""
+    space, inner = str(tool.get("name")), tool.get("tools")
+    if tool.get("type") != "namespace" or not space.startswith(MCP) or not isinstance(inner, list):
+        return []
+    found = [one for one in inner if isinstance(one, dict)]
+    return [{**one, "name": f"{space}__{one.get('name')}"} for one in found]
 
 
 def _named(name: str, tools: list[dict[str, Any]] | None) -> dict[str, str]:
     """Return how a call names a function: one of a namespace by two names."""
     for tool in tools or []:
-        space = str(tool.get("name"))
-        if _functions(tool) != [tool] and name.startswith(f"{space}__"):
-            return {"namespace": space, "name": name[len(space) + 2 :]}
+        if any(one["name"] == name for one in _functions(tool)):
+            return {"namespace": tool["name"], "name": name.removeprefix(f"{tool['name']}__")}
     return {"name": name}
 
 

@@ -1,7 +1,7 @@
 """A task's MCP servers in a harness's own configuration: it starts them itself, as its user.
 
-They are in a file in the form of `.mcp.json`. Claude Code gets it by words of its command line, a
-command of the user by `VARIABLE`.
+Codex has them in its config.toml. For the others they are in a file in the form of `.mcp.json`:
+Claude Code gets it by words of its command line, a command of the user by `VARIABLE`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+
+import tomli_w
 
 from composer_mesh.plugins.harbor.harness import HOME, Launch
 from composer_mesh.plugins.harbor.machine import SETUP_S
@@ -21,20 +23,17 @@ CONFIG = f"{HOME}/{FILE}"
 VARIABLE = "COMPOSER_MESH_MCP_CONFIG"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What every harness takes as the name of a server."""
-WITHOUT = {
-    "mini-swe-agent": "has no MCP",
-}
-"""Why a harness gets none."""
+WITHOUT = "mini-swe-agent"
+"""The harness that has no MCP."""
 Servers = Sequence[McpServerTable]
 
 
 def refuse_servers(harness: str, task: str, servers: Servers) -> None:
     """Raise UnusableTask where a harness takes no servers, or not one of this name."""
-    if servers and harness in WITHOUT:
+    if servers and harness == WITHOUT:
         raise UnusableTask(
-            f"Harbor task {task!r} has MCP servers, and {harness} "
-            f"{WITHOUT[harness]}: leave the task out of data.path, or use claude-code or a "
-            "command"
+            f"Harbor task {task!r} has MCP servers, and {harness} has no MCP: leave the task out "
+            "of data.path, or use claude-code, codex or a command"
         )
     for one in servers:
         if not NAME.fullmatch(one.name):
@@ -49,9 +48,8 @@ def with_servers(
 ) -> Launch:
     """Return a launch whose harness has the servers of a task; the same one if there are none.
 
-    `variables` are names that Codex is to pass on to servers, for it knows few by itself.
-
-    Raises UnusableTask where a harness takes no servers, or not one of this name.
+    `variables` are names that Codex is to pass on to servers, for it knows few by itself. Raises
+    UnusableTask where a harness takes no servers, or not one of this name.
     """
     if not servers:
         return launch
@@ -60,17 +58,18 @@ def with_servers(
         one.name: {"type": "stdio", "command": one.command, "args": one.args} for one in servers
     }
     if launch.harness == "codex":
-        lines = [launch.files["config.toml"].rstrip("\n")]
-        for one in servers:
-            lines += [
-                f"[mcp_servers.{one.name}]",
-                f"command = {json.dumps(one.command, ensure_ascii=False)}",
-                f"args = {json.dumps(one.args, ensure_ascii=False)}",
-                f"env_vars = {json.dumps(list(variables))}",
-                f"startup_timeout_sec = {SETUP_S:g}",
-                'default_tools_approval_mode = "approve"',
-            ]
-        return replace(launch, files={**launch.files, "config.toml": "\n".join(lines) + "\n"})
+        tables = {
+            one.name: {
+                "command": one.command,
+                "args": list(one.args),
+                "env_vars": list(variables),
+                "startup_timeout_sec": int(SETUP_S),
+                "default_tools_approval_mode": "approve",
+            }
+            for one in servers
+        }
+        config = launch.files["config.toml"] + tomli_w.dumps({"mcp_servers": tables})
+        return replace(launch, files={**launch.files, "config.toml": config})
     given = replace(launch, files={**launch.files, FILE: json.dumps({"mcpServers": listed})})
     if launch.harness == "claude-code":
         allowed = ",".join(f"mcp__{name}" for name in listed)

@@ -156,20 +156,23 @@ async def test_a_tool_of_an_mcp_server_is_one_function_for_the_model_and_two_nam
 ) -> None:
     inner = {"type": "function", "name": "add", "parameters": FLAT["parameters"]}
     agents = {"type": "namespace", "name": "agents", "tools": [{**inner, "name": "spawn"}]}
-    tools: Any = [{"type": "namespace", "name": "mcp__math", "tools": [inner]}, agents]
-    async with opened_agent(chat, call_text("mcp__math__add", {"a": 2}), "it is 5") as agent:
+    broken = {"type": "namespace", "name": "mcp__broken", "tools": "add"}
+    shorter = {"type": "namespace", "name": "mcp__ma", "tools": [inner, "add"]}
+    longer = {"type": "namespace", "name": "mcp__ma__th", "tools": [inner]}
+    tools: Any = [broken, shorter, longer, agents]
+    async with opened_agent(chat, call_text("mcp__ma__th__add", {"a": 2}), "it is 5") as agent:
         create = agent.client.responses.create
         first = await create(model="m", input=QUESTION, tools=tools)
         call = first.output[0].model_dump(exclude_none=True)
         assert (call["type"], call["namespace"], call["name"]) == (
-            *("function_call", "mcp__math", "add"),
+            *("function_call", "mcp__ma__th", "add"),
         )
         output = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
         second = await create(model="m", input=[*QUESTION, call, output], tools=tools)
         assert second.output_text == "it is 5"
         assert len(one_trajectory(agent)) == 2
         prompt = chat.tokenizer.decode(agent.generation.requests[0].prompt_ids)
-        assert ("mcp__math__add" in prompt, "spawn" in prompt) == (True, False)
+        assert ("mcp__ma__th__add" in prompt, "spawn" in prompt) == (True, False)
 
 
 async def test_what_codex_sends_is_answered(agent: OpenedAgent) -> None:
