@@ -122,14 +122,20 @@ class SlowlyRendered(ChatFormat):
         return super().first_prompt(messages)
 
 
+LONG = Ask([ChatQuestion([{"role": "user", "content": "x" * LONG_TEXT}], [])])
+
+
+def slowly_rendered(chat: ChatFormat, generation: ScriptedGeneration) -> AgentEpisode:
+    SlowlyRendered.continued = threading.Event()
+    slow = SlowlyRendered(chat.tokenizer, [])
+    return an_episode(slow, generation, max_context=200_000)
+
+
 async def test_the_loop_continues_while_a_long_prompt_is_made_and_a_retry_gets_its_answer(
     chat: ChatFormat, generation: ScriptedGeneration
 ) -> None:
-    SlowlyRendered.continued = threading.Event()
-    slow = SlowlyRendered(chat.tokenizer, [])
-    episode = an_episode(slow, generation, max_context=200_000)
-    long = Ask([ChatQuestion([{"role": "user", "content": "x" * LONG_TEXT}], [])])
-    asking = [asyncio.create_task(episode.answer(long, b"k", retry)) for retry in (False, True)]
+    episode = slowly_rendered(chat, generation)
+    asking = [asyncio.create_task(episode.answer(LONG, b"k", retry)) for retry in (False, True)]
     asyncio.get_running_loop().call_soon(SlowlyRendered.continued.set)
     first, second = await asyncio.gather(*asking)
     assert first is second
@@ -139,11 +145,8 @@ async def test_the_loop_continues_while_a_long_prompt_is_made_and_a_retry_gets_i
 async def test_an_episode_that_ends_while_a_long_prompt_is_made_samples_nothing(
     chat: ChatFormat, generation: ScriptedGeneration
 ) -> None:
-    SlowlyRendered.continued = threading.Event()
-    slow = SlowlyRendered(chat.tokenizer, [])
-    episode = an_episode(slow, generation, max_context=200_000)
-    long = Ask([ChatQuestion([{"role": "user", "content": "x" * LONG_TEXT}], [])])
-    asking = asyncio.create_task(episode.answer(long, b"k", False))
+    episode = slowly_rendered(chat, generation)
+    asking = asyncio.create_task(episode.answer(LONG, b"k", False))
     await asyncio.sleep(0)
     await episode.close()
     SlowlyRendered.continued.set()
