@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from composer_mesh.plugins.harbor.images import store as store_module
 from composer_mesh.plugins.harbor.images.store import ImageStore, UnpackedImage
 
 LAYERS = [layer(("etc", None), ("etc/a", b"low")), layer(("etc/a", b"high"), ("b", b"x" * 5000))]
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def unpacked(tmp_path: Path, reference: str, **bounds: Any) -> UnpackedImage:
@@ -141,15 +143,32 @@ def test_a_layer_that_expands_without_end_is_refused(tmp_path: Path) -> None:
         unpacked(tmp_path, f"oci:{layout}", most_bytes=1 << 16)
 
 
-def test_zstd_is_read_where_python_has_it_and_refused_by_name_elsewhere(tmp_path: Path) -> None:
-    packed = b"\x28\xb5\x2f\xfd" + bytes(20)
-    layout = Blobs(LAYERS[:1], packed=lambda _: packed).layout(tmp_path / "layout")
-    with pytest.raises(ContainerError) as raised:
-        unpacked(tmp_path, f"oci:{layout}")
-    if any(importlib.util.find_spec(one.partition(".")[0]) for one in store_module.ZSTD):
-        assert raised.value.kind != "unsupported"
-    else:
-        assert "zstd" in str(raised.value)
+def zstd_layout(folder: Path) -> Path:
+    """Return a layout whose layer is a tar after the magic number of zstd, and else no zstd."""
+    return Blobs(LAYERS[:1], packed=lambda content: ZSTD_MAGIC + content).layout(folder)
+
+
+def test_a_layer_of_zstd_is_read_by_the_module_that_python_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ZstdFile:
+        def __init__(self, source: Any) -> None:
+            assert source.read(4) == ZSTD_MAGIC
+            self.read = source.read
+
+    monkeypatch.setitem(sys.modules, "zstd_of_this_test", SimpleNamespace(ZstdFile=ZstdFile))
+    monkeypatch.setattr(store_module, "ZSTD", ("zstd_that_is_not_there", "zstd_of_this_test"))
+    root = unpacked(tmp_path, f"oci:{zstd_layout(tmp_path / 'layout')}").root
+    assert (root / "etc/a").read_bytes() == b"low"
+
+
+def test_a_layer_of_zstd_is_refused_by_name_where_python_has_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "ZSTD", ("zstd_that_is_not_there",))
+    with pytest.raises(ContainerError, match=r"pip install backports\.zstd") as raised:
+        unpacked(tmp_path, f"oci:{zstd_layout(tmp_path / 'layout')}")
+    assert raised.value.kind == "unsupported"
 
 
 def _unpack_and_report(folder: str, reference: str, found: Any) -> None:
