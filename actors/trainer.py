@@ -15,7 +15,6 @@ from monarch.actor import concurrent_endpoint
 from composer_mesh.actors.checkpoints.manifest import WrittenFile
 from composer_mesh.actors.learning.learner import Learner
 from composer_mesh.actors.learning.running_call import RunningCall
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.models.device_memory import ASLEEP
 from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Ranks
@@ -25,6 +24,7 @@ from composer_mesh.actors.teacher_outputs.sources import InlineSource, LostSourc
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.supervision import SupervisionConfig
 from composer_mesh.mesh.device import own_device
+from composer_mesh.mesh.task_resources import serving
 from composer_mesh.mesh.transport import BufferHandle
 from composer_mesh.mesh.weights.choice import choose, published_dtype
 from composer_mesh.mesh.weights.manifest import WeightsHandle

@@ -47,8 +47,8 @@ async def calls_per_s(call: Call, count: int, at_once: int) -> float:
 
 async def measured(calls: int, at_once: int, rounds: int) -> tuple[float, float]:
     """Return the calls a second of both."""
-    from composer_mesh.actors.mcp_servers.servers import ServerConnections
     from composer_mesh.configs.environment import McpServer
+    from composer_mesh.plugins.mcp.servers import ServerConnections
 
     words = [SELF, "--serve"]
     table = McpServer(

@@ -21,7 +21,7 @@ from composer_mesh.configs.errors import did_you_mean, nearest
 
 KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
-    *("step_hooks", "reward_servers", "checks", "trees", "sandboxes"),
+    *("step_hooks", "reward_servers", "checks", "trees", "sandboxes", "tool_servers"),
 )
 PLUGINS = "composer_mesh.plugins"
 GROUPS = "composer_mesh."

@@ -18,7 +18,6 @@ from nox_helpers import (
     environment,
     install,
     install_here,
-    npm,
     over,
     pytest,
     python_of,
@@ -150,15 +149,6 @@ def liger(session: nox.Session) -> None:
     pytest(
         session, "tests/unit/benchmarks/test_gpu_losses.py", "-rs", python=python, PYTHONPATH="src"
     )
-
-
-@nox.session
-def mcp(session: nox.Session) -> None:
-    """Calls of real MCP servers from npm and PyPI. Needs Node.js with npm."""
-    install(session, "mcp")
-    servers = ("everything", "filesystem")
-    npm(session, *(f"@modelcontextprotocol/server-{one}@2026.8.31" for one in servers))
-    pytest(session, "tests/mcp", "-rs", COMPOSER_MESH_TEST_MCP=environment(session))
 
 
 @nox.session

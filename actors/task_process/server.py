@@ -14,11 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from composer_mesh.actors.mcp_servers.servers import attached
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.call_server import Endpoint, PipeCalls
 from composer_mesh.mesh.hosts.process_lifetime import end_with_parent
-from composer_mesh.mesh.task_sandboxes import attach_sandbox
+from composer_mesh.mesh.task_resources import attach_sandbox, attach_servers
 from composer_mesh.mesh.waiting import BackgroundTasks, reported_to_loop
 from composer_mesh.rollouts.tasks import Episode, FinishedRollout, GroupScore, Outcome, StepResult
 from composer_mesh.rollouts.traces import Message
@@ -67,7 +66,7 @@ class TaskServer:
         self._runner = TaskRunner(task, config.environment.call_s, self._marks)
         await asyncio.to_thread(attach_sandbox, config, task)
         given = {**os.environ, **keys}
-        await asyncio.to_thread(attached, config, task, given)  # it imports the SDK
+        await asyncio.to_thread(attach_servers, config, task, given)  # it imports the SDK
 
     async def ping(self) -> None:
         """Answer, which shows that the interpreter is free."""

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from monarch.actor import concurrent_endpoint
 
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.models.rank_actor import RankActor
 from composer_mesh.actors.models.ranks import Ranks
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.device import own_device
+from composer_mesh.mesh.task_resources import serving
 from composer_mesh.plugins.tinker.models.client_trainer import ClientTrainer, make_trainer
 from composer_mesh.plugins.tinker.models.messages import ModelSpec, TrainCall, TrainResult
 from composer_mesh.tasks.loading import make_task

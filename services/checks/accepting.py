@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from composer_mesh.actors.engines.vllm_settings import check_vllm_fits, check_vllm_installed
-from composer_mesh.actors.mcp_servers.servers import with_tools
 from composer_mesh.actors.models.template_process import TemplateProcess
 from composer_mesh.configs import plugins
 from composer_mesh.configs.hub import id_of
@@ -25,6 +24,7 @@ from composer_mesh.configs.schema import Config
 from composer_mesh.configs.tracking import CustomTracking, RegisteredTracking
 from composer_mesh.configs.user_code import CustomFunctionError
 from composer_mesh.mesh.environment import GROUP_UMASK, PRIVATE_UMASK, add_import_paths, set_umask
+from composer_mesh.mesh.task_resources import with_tools
 from composer_mesh.planning.model_facts import ModelFacts, check_model_fits, check_model_teaches
 from composer_mesh.planning.model_folder import UnfitModelFolder, check_model_folder, has_weights
 from composer_mesh.planning.model_refusals import LoraMissing, LowbitMissing

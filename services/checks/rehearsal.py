@@ -22,7 +22,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, resolve_config
 from composer_mesh.configs.schema import Config
@@ -30,6 +29,7 @@ from composer_mesh.configs.user_code import frame_at, frame_of, is_library, is_o
 from composer_mesh.mesh.environment import python_module, use_import_paths
 from composer_mesh.mesh.private_folder import private_folder
 from composer_mesh.mesh.programs import run
+from composer_mesh.mesh.task_resources import serving
 from composer_mesh.services.checks.scripted import Script, describe_scripts
 from composer_mesh.services.checks.task import describe_task
 from composer_mesh.tasks.errors import TaskError, UnusableTask

@@ -7,8 +7,8 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.provider.endpoint import TeacherEndpoint
+from composer_mesh.mesh.task_resources import serving
 from composer_mesh.rollouts.budget import Prices
 from composer_mesh.services.checks.accepting import (
     UsageError,

@@ -25,9 +25,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.sft import SftConfig
+from composer_mesh.mesh.task_resources import serving
 from composer_mesh.mesh.waiting import in_thread
 from composer_mesh.rollouts.batches import PolicySample, StepBatch
 from composer_mesh.rollouts.chat import ChatFormat

@@ -18,7 +18,6 @@ from itertools import product
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.stdio import clean
 from composer_mesh.actors.provider.endpoint import Secret, TeacherEndpoint
 from composer_mesh.actors.provider.reply import ProviderReply, read_reply
 from composer_mesh.actors.rollout_workers.openai_chat import ChatRequest, CompletionRequest
@@ -29,6 +28,7 @@ from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask
 from composer_mesh.plugins.code_tasks.texts import PatchFailed, apply_hunks, read_patch
+from composer_mesh.plugins.mcp.stdio import clean
 from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused as FrameRefused
 from composer_mesh.plugins.openenv.server.validation import client_frame
 from composer_mesh.plugins.task_packages.reasoning_gym import last_answer

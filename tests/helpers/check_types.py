@@ -24,7 +24,7 @@ HELPERS = (
     *(str(one.relative_to(ROOT)) for one in sorted(ROOT.glob("tests/plugins/*/helpers"))),
 )
 """Folders whose modules tests import by their bare names."""
-CHECKED = (*("helpers", "unit", "procs", "fuzz", "plugins", "mutations", "mcp", "security"),)
+CHECKED = (*("helpers", "unit", "procs", "fuzz", "plugins", "mutations", "security"),)
 ELSEWHERE = "tests/plugins/(tinker/sdk|frameworks/(areal|data_juicer|prime_rl|verifiers|verl))/"
 """Tests of packages that are not installed here."""
 NOT_OF_NAMES = (

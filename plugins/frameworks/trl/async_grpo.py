@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.actors.models.policy import empty_model
 from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import prepare_environment
+from composer_mesh.mesh.task_resources import serving
 from composer_mesh.plugins.frameworks.trl.async_stream import RolloutBuffer
 from composer_mesh.plugins.frameworks.trl.checks import check_async_grpo, rollouts_at_once
 from composer_mesh.services.checks.accepting import accept, listed, startable

@@ -21,7 +21,7 @@ from typing import Any, TextIO, TypeVar
 
 from composer_mesh.configs.validation import validated_json
 from composer_mesh.mesh.environment import use_import_paths
-from composer_mesh.mesh.task_sandboxes import attach_sandbox
+from composer_mesh.mesh.task_resources import attach_sandbox
 from composer_mesh.plugins.openenv.server.app import ServedEnvironments, make_app
 from composer_mesh.plugins.openenv.server.command import WorkerStart
 from composer_mesh.plugins.openenv.server.late_rewards import RewardFile

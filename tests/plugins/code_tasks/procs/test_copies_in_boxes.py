@@ -16,7 +16,7 @@ from small_packages import FILES
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.sandboxes.boxes import Boxes
-from composer_mesh.mesh.task_sandboxes import attach_sandbox
+from composer_mesh.mesh.task_resources import attach_sandbox
 from composer_mesh.plugins.code_tasks.judge.copies import copies_in_boxes
 from composer_mesh.plugins.code_tasks.making.functions import Function, functions_in
 from composer_mesh.plugins.code_tasks.making.make import made_of

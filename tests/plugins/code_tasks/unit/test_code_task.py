@@ -13,9 +13,8 @@ import pytest
 from code_rows import OTHER, RIGHT, ROW, SOURCE, TEST
 from code_tasks import ScriptedBoxes, honest, reported_tests
 
-from composer_mesh.actors.mcp_servers.servers import serving
 from composer_mesh.mesh.actor import own_endpoint
-from composer_mesh.mesh.task_sandboxes import attach_sandbox, open_configured
+from composer_mesh.mesh.task_resources import attach_sandbox, open_configured, serving
 from composer_mesh.plugins.code_tasks.static_rules import HINTS, KINDS
 from composer_mesh.plugins.code_tasks.task import CodeTask
 from composer_mesh.rollouts.hints import TEMPLATES, render_hint

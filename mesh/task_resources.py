@@ -1,10 +1,16 @@
-"""Hands the configured sandbox to tasks that run code of agents."""
+"""What tasks use of a config beside their own code: its sandbox, and its MCP servers.
+
+The sandbox runs code of agents. Servers are clients of the plugin `mcp`, which needs the SDK.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from composer_mesh.configs import plugins
@@ -17,6 +23,47 @@ NAME_ONE = (
     "name a function that returns a sandbox as my_package.my_module:my_function, in a folder that "
     "run.import_paths names, or one of"
 )
+
+
+@contextmanager
+def serving(config: Config, task: Task, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Let a task's sessions use the servers and the sandbox of a config while the block runs."""
+    with ExitStack() as opened:
+        if (servers := attach_servers(config, task, environ)) is not None:
+            opened.callback(lambda: asyncio.run(servers.close()))
+        if (sandbox := attach_sandbox(config, task)) is not None:
+            opened.callback(lambda: asyncio.run(sandbox.close()))
+        yield
+
+
+def attach_servers(config: Config, task: Task, environ: Mapping[str, str]) -> Any:
+    """Let a task's sessions call the servers of a config; None if it names none.
+
+    Raises UnusableTask where the SDK or a variable of a server is missing.
+    """
+    if not config.environment.mcp:
+        return None
+    servers = _servers(config, environ)
+    for part in task.parts:
+        part.tool_servers = servers
+    return servers
+
+
+def with_tools(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
+    """Return the config with the tools of its servers as they describe them now.
+
+    Starts each server to ask it, and ends it again. What a config states is kept. Raises
+    UnusableTask and ToolServerLost.
+    """
+    if all(one.tools is not None for one in config.environment.mcp):
+        return config
+    found = asyncio.run(_servers(config, environ).with_tools())
+    environment = config.environment.model_copy(update={"mcp": found})
+    return config.model_copy(update={"environment": environment})
+
+
+def _servers(config: Config, environ: Mapping[str, str]) -> Any:
+    return plugins.load("tool_servers", "mcp")(config.environment.mcp, environ)
 
 
 def attach_sandbox(config: Config, task: Task) -> Sandbox | None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.servers import McpServers, attached, with_tools
 from composer_mesh.configs.environment import McpServer
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.load import dump_toml, resolve_config
 from composer_mesh.configs.regular_files import parse_toml
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.task_resources import attach_servers, with_tools
+from composer_mesh.plugins.mcp.servers import McpServers
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
@@ -139,7 +140,7 @@ async def test_a_task_calls_a_real_server_through_its_session(build_config) -> N
     task = make_task(made.model_copy())
     unpinned = made.environment.mcp[0].model_copy(update={"tools": None})
     environment = made.environment.model_copy(update={"mcp": (unpinned,)})
-    servers = attached(made.model_copy(update={"environment": environment}), task, {})
+    servers = attach_servers(made.model_copy(update={"environment": environment}), task, {})
     assert servers is not None
     try:
         episode = episode_of(task, servers)

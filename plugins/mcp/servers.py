@@ -8,23 +8,18 @@ broke is replaced, later after each failure in a row.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer_mesh.configs.environment import McpServer, McpTool
-from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.task_sandboxes import attach_sandbox
 from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.tasks.errors import ToolServerLost, UnusableTask
-from composer_mesh.tasks.task import Task
 from composer_mesh.tasks.tool import ExternalTool
 
 if TYPE_CHECKING:
-    from composer_mesh.actors.mcp_servers.connection import McpConnection
+    from composer_mesh.plugins.mcp.connection import McpConnection
 
 T = TypeVar("T")
 FIRST_PAUSE_S = 0.5
@@ -35,7 +30,7 @@ class ServerConnections:
     """All connections of this process to one server."""
 
     def __init__(self, server: McpServer, environ: Mapping[str, str]) -> None:
-        from composer_mesh.actors.mcp_servers.connection import McpConnection  # it needs the SDK
+        from composer_mesh.plugins.mcp.connection import McpConnection  # it needs the SDK
 
         self._server, self._new = server, partial(McpConnection, server, environ)
         self._thread = LoopThread(f"mcp {server.name}")
@@ -49,6 +44,15 @@ class ServerConnections:
     async def tools(self) -> tuple[McpTool, ...]:
         """Open a connection only to return the server's tools."""
         return await self._there(self._tools())
+
+    async def with_tools(self) -> McpServer:
+        """Return the server with its tools, which it is asked for unless it has some; close."""
+        try:
+            if self._server.tools is not None:
+                return self._server
+            return self._server.model_copy(update={"tools": await self.tools()})
+        finally:
+            await self.close()
 
     async def call(self, key: str, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool for a session. Raises ToolError or ToolServerLost."""
@@ -164,9 +168,17 @@ class McpServers:
 
     def __init__(self, servers: Sequence[McpServer], environ: Mapping[str, str]) -> None:
         """`environ` has the variables that servers are given. Raises UnusableTask."""
+        refuse_missing(servers, environ)
         self._servers: dict[str, ServerConnections] = {
             one.name: ServerConnections(one, environ) for one in servers
         }
+
+    async def with_tools(self) -> tuple[McpServer, ...]:
+        """Return the servers with their tools as they describe them now; what has some is kept.
+
+        Starts each server to ask it, and ends it again. Raises UnusableTask and ToolServerLost.
+        """
+        return tuple(await asyncio.gather(*(one.with_tools() for one in self._servers.values())))
 
     async def call(self, key: str, tool: ExternalTool, arguments: Mapping[str, Any]) -> str:
         """Call a tool for a session; see `ServerConnections.call`."""
@@ -180,21 +192,6 @@ class McpServers:
     async def close(self) -> None:
         """Close all connections. Waits for the ends of the servers' processes."""
         await asyncio.gather(*(one.close() for one in self._servers.values()))
-
-
-def with_tools(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """Return the config with the tools of its servers as they describe them now.
-
-    Starts each server to ask it, and ends it again. What a config states is kept. Raises
-    UnusableTask and ToolServerLost.
-    """
-    servers = config.environment.mcp
-    if all(one.tools is not None for one in servers):
-        return config
-    refuse_missing(servers, environ)
-    found = asyncio.run(_with_tools(servers, environ))
-    environment = config.environment.model_copy(update={"mcp": tuple(found)})
-    return config.model_copy(update={"environment": environment})
 
 
 def refuse_missing(servers: Sequence[McpServer], environ: Mapping[str, str]) -> None:
@@ -215,38 +212,3 @@ def refuse_missing(servers: Sequence[McpServer], environ: Mapping[str, str]) -> 
                     f"the MCP server {server.name!r} needs the environment variable {name}, which "
                     "is not set: export it, or remove it from env or token_env in its table"
                 )
-
-
-@contextmanager
-def serving(config: Config, task: Task, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Let a task's sessions use the servers and the sandbox of a config while the block runs."""
-    with ExitStack() as opened:
-        if (servers := attached(config, task, environ)) is not None:
-            opened.callback(lambda: asyncio.run(servers.close()))
-        if (sandbox := attach_sandbox(config, task)) is not None:
-            opened.callback(lambda: asyncio.run(sandbox.close()))
-        yield
-
-
-def attached(config: Config, task: Task, environ: Mapping[str, str]) -> McpServers | None:
-    """Let a task's sessions call the servers of a config; None if it names none."""
-    if not config.environment.mcp:
-        return None
-    refuse_missing(config.environment.mcp, environ)
-    servers = McpServers(config.environment.mcp, environ)
-    for part in task.parts:
-        part.tool_servers = servers
-    return servers
-
-
-async def _with_tools(servers: Sequence[McpServer], environ: Mapping[str, str]) -> list[McpServer]:
-    async def with_tools(server: McpServer) -> McpServer:
-        if server.tools is not None:
-            return server
-        connections = ServerConnections(server, environ)
-        try:
-            return server.model_copy(update={"tools": await connections.tools()})
-        finally:
-            await connections.close()
-
-    return list(await asyncio.gather(*(with_tools(one) for one in servers)))

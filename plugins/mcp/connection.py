@@ -24,7 +24,11 @@ from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
-from composer_mesh.actors.mcp_servers.stdio import (
+from composer_mesh.actors.provider.endpoint import Secret
+from composer_mesh.configs.environment import MOST_TOOLS, McpServer, McpTool
+from composer_mesh.configs.interrupts import is_interrupt
+from composer_mesh.mesh.programs import ProgramFailed
+from composer_mesh.plugins.mcp.stdio import (
     LONGEST_DESCRIPTION,
     LONGEST_ERROR,
     LONGEST_PARAMETERS,
@@ -33,10 +37,6 @@ from composer_mesh.actors.mcp_servers.stdio import (
     clean_json,
     result_text,
 )
-from composer_mesh.actors.provider.endpoint import Secret
-from composer_mesh.configs.environment import MOST_TOOLS, McpServer, McpTool
-from composer_mesh.configs.interrupts import is_interrupt
-from composer_mesh.mesh.programs import ProgramFailed
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 
 BAD_REQUEST = 400

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.servers import ServerConnections
-from composer_mesh.actors.mcp_servers.stdio import LONGEST_RESULT
 from composer_mesh.configs.environment import McpServer, McpTool
 from composer_mesh.mesh.monarch_log import LOGS
 from composer_mesh.mesh.processes import is_alive, wait_gone
+from composer_mesh.plugins.mcp.servers import ServerConnections
+from composer_mesh.plugins.mcp.stdio import LONGEST_RESULT
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 
-FILE = Path(__file__).parents[2] / "helpers" / "mcp_example_server.py"
+FILE = Path(__file__).parents[1] / "helpers" / "mcp_example_server.py"
 TOKEN = "token-of-the-tests"
 Opened = Callable[..., AbstractAsyncContextManager[ServerConnections]]
 

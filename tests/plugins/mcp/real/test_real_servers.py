@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from composer_mesh.actors.mcp_servers.servers import ServerConnections
 from composer_mesh.configs.environment import McpServer, McpTool
+from composer_mesh.plugins.mcp.servers import ServerConnections
 from composer_mesh.tasks.errors import ToolError
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,19 +15,20 @@ from typing import Any
 import httpx2
 import pytest
 
-from composer_mesh.actors.mcp_servers.connection import (
+from composer_mesh.configs.environment import McpServer
+from composer_mesh.mesh.task_resources import attach_servers, with_tools
+from composer_mesh.plugins.mcp.connection import (
     LONGEST_ANSWER,
     HttpAnswers,
     HttpRefused,
 )
-from composer_mesh.actors.mcp_servers.servers import ServerConnections, attached, with_tools
-from composer_mesh.configs.environment import McpServer
+from composer_mesh.plugins.mcp.servers import ServerConnections
 from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.errors import ToolError, ToolServerLost, UnusableTask
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.running import RunningEpisode
 
-FILE = Path(__file__).parents[2] / "helpers" / "mcp_example_server.py"
+FILE = Path(__file__).parents[1] / "helpers" / "mcp_example_server.py"
 JSON = {"content-type": "application/json"}
 Start = Callable[..., "HttpServer"]
 
@@ -139,7 +140,7 @@ async def test_a_failed_tool_is_an_observation_and_an_error_site_of_the_episode(
         build_config(environment={"max_turns": 6, "call_s": 100.0, "mcp": [table]})
     )
     task = make_task(config)
-    servers = attached(config, task, {})
+    servers = attach_servers(config, task, {})
     assert servers is not None
     try:
         episode = RunningEpisode(task, task.episode("train", 0))

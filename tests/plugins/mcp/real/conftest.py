@@ -10,7 +10,7 @@ import pytest
 
 ASKED_FOR = "COMPOSER_MESH_TEST_MCP"
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from composer_mesh.configs.load import load_config
 
 pytestmark = pytest.mark.timeout(600)
 
-SERVER = Path(__file__).parents[1] / "unit" / "helpers" / "mcp_example_server.py"
+SERVER = Path(__file__).parents[1] / "helpers" / "mcp_example_server.py"
 
 
 def test_a_run_trains_with_the_tools_of_a_server_and_pins_them(

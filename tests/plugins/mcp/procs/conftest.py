@@ -1,0 +1,3 @@
+"""What process tests share."""
+
+from process_tests import *  # noqa: F403
