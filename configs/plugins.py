@@ -21,7 +21,7 @@ from composer_mesh.configs.errors import did_you_mean, nearest
 
 KINDS = (
     *("commands", "config_sections", "tasks", "engines", "trackers", "launchers", "channels"),
-    *("step_hooks", "reward_servers", "checks", "trees", "sandboxes", "tool_servers"),
+    *("step_hooks", "reward_servers", "checks", "trees", "sandboxes", "tool_servers", "telemetry"),
 )
 PLUGINS = "composer_mesh.plugins"
 GROUPS = "composer_mesh."
@@ -49,7 +49,6 @@ CORE: Table = {
         "scale": f"{_COMMANDS}.inspection:scale",
         "reward": f"{_COMMANDS}.rollouts:reward",
         "stacks": f"{_COMMANDS}.inspection:stacks",
-        "query": f"{_COMMANDS}.inspection:query",
         "tui": f"{_COMMANDS}.inspection:tui",
         "verify": f"{_COMMANDS}.inspection:verify",
         "launch": f"{_COMMANDS}.clusters:launch",

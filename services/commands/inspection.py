@@ -93,21 +93,6 @@ def stacks(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "query the telemetry of a live run in SQL",
-    RUN,
-    argument("sql", metavar="SQL", help='query, for example "SELECT * FROM actors"'),
-    as_json("each row"),
-    group="runs",
-    example='query runs/quickstart "SELECT * FROM actors"',
-)
-def query(arguments: argparse.Namespace) -> int:
-    """Query the telemetry of a live run."""
-    from composer_mesh.services.inspection.inspect_commands import query_command
-
-    return query_command(arguments.run, arguments.sql, arguments.json)
-
-
-@command(
     "open Monarch's own terminal interface on a live run",
     RUN,
     group="runs",

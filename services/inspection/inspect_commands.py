@@ -12,17 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from composer_mesh.mesh import telemetry_client
 from composer_mesh.mesh.admin import TlsFiles, open_tui
 from composer_mesh.mesh.machine import NAME
 from composer_mesh.mesh.processes import is_of_this_user, is_started_by
@@ -94,7 +91,6 @@ def stack_lines(stacks: ProcessStacks, idle: bool = False) -> Iterator[Text]:
         yield Text(f"  {hidden} idle thread{'s' * (hidden > 1)}: --all shows them", style="dim")
 
 
-LONGEST_CELL = 200
 CONTROLLER_S = 100.0
 """Longest wait for stacks of another host: its agent answers within 90 s, or is lost."""
 
@@ -173,32 +169,6 @@ async def _dumps_there(run: Path, host: str, pids: list[int], native: bool) -> l
     return found
 
 
-def query_command(run: Path, sql: str, as_json: bool = False) -> int:
-    """Print the result of an SQL query against a live run's telemetry."""
-    rows = query(status_of(live_run(run)), sql)
-    if as_json:
-        for row in rows:
-            _write_json(row)
-    else:
-        Console().print(_table(rows))
-    return 0
-
-
-def query(status: RunStatus, sql: str) -> list[dict[str, Any]]:
-    """Return the rows of an SQL query against a run's telemetry. Waits for them."""
-    if status.telemetry_socket is None:
-        raise RunUnavailable(
-            "this run keeps no telemetry, which costs a process of 400 MB: start it with "
-            "--set run.telemetry=true"
-        )
-    try:
-        return telemetry_client.query(Path(status.telemetry_socket), sql)
-    except telemetry_client.StoreUnreachable as error:
-        raise RunUnavailable(str(error)) from error
-    except telemetry_client.QueryRefused as error:
-        raise RunUnavailable(f"the query was refused: {plain_text(str(error))}") from error
-
-
 def tui_command(run: Path) -> int:
     """Open Monarch's own terminal interface on a live run, until the user quits it."""
     status = status_of(live_run(run))
@@ -210,20 +180,5 @@ def tui_command(run: Path) -> int:
     return 0
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table | Text:
-    if not rows:
-        return Text("no rows", style="dim")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        table.add_column(Text(plain_text(name)), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(row.get(name))) for name in rows[0]))
-    return table
-
-
 def _write_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else plain_text(str(value), LONGEST_CELL)

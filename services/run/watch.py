@@ -18,13 +18,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from composer_mesh.configs import plugins
 from composer_mesh.configs.schema import RunConfig
 from composer_mesh.mesh.admin import TlsFiles, start_admin
 from composer_mesh.mesh.failures import cause_of, recorded_by
 from composer_mesh.mesh.machine import this_host
 from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.supervision import MeshError, Recorder
-from composer_mesh.mesh.telemetry import start_telemetry
 from composer_mesh.mesh.waiting import BackgroundTasks
 from composer_mesh.services.directory.control import Command, Control, ControlRefused
 from composer_mesh.services.directory.status import (
@@ -170,7 +170,8 @@ class RunWatch:
 
     async def open(self, host: MeshHost, transport: str, hosts: RunHosts) -> None:
         """Start the servers, before the first actor, and show the commands for inspection."""
-        telemetry = await start_telemetry() if self._config.telemetry else None
+        start_telemetry = plugins.load("telemetry", "monarch") if self._config.telemetry else None
+        telemetry = None if start_telemetry is None else await start_telemetry()
         admin = await start_admin(host)
         self.opened(transport, admin, telemetry)
         if admin.startswith("https:") and (tls := TlsFiles.of_environment()) is not None:

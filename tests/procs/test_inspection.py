@@ -115,6 +115,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> An
         following.communicate()
 
 
+@pytest.mark.plugins
 def test_a_run_can_be_looked_into_and_scaled_and_leaves_nothing_when_it_is_killed(
     followed: tuple[LiveRun, subprocess.Popen[str]],
 ) -> None:

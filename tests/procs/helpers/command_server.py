@@ -37,7 +37,7 @@ COMMANDS = (
     *("composer_mesh.actors.models.template_process", "composer_mesh.services.launch.workers"),
     *("composer_mesh.services.replay.teacher_settings", "composer_mesh.mesh.admin"),
     "composer_mesh.services.inspection.view",
-    *("composer_mesh.mesh.telemetry_store", "composer_mesh.mesh.telemetry_client"),
+    *("composer_mesh.plugins.telemetry.store", "composer_mesh.plugins.telemetry.client"),
 )
 """What commands import beside what the processes of a run do; nothing of it imports Monarch."""
 

@@ -102,12 +102,10 @@ def test_misspelled_words_are_two_lines_with_the_nearest(
         (["reward", "t", "0.5"], None, {"trace": "t", "reward": 0.5}),
         (["reward", "r", "t", "0.5"], "r", {"trace": "t", "reward": 0.5}),
         (["reward", "r", "--file", "f"], "r", {"trace": None, "reward": None}),
-        (["query", "SELECT 1"], None, {"sql": "SELECT 1"}),
-        (["query", "r", "--json", "SELECT 1"], "r", {"sql": "SELECT 1"}),
+        (["stacks", "--json"], None, {"json": True}),
         (["scale", "generator=2"], None, {"sizes": ["generator=2"]}),
         (["scale", "r", "generator=2", "environment=1"], "r", {}),
         (["join", "tls://x:1"], None, {"address": "tls://x:1"}),
-        (["push", "r", "--dry", "a/b"], "r", {"repository": "a/b"}),
     ],
 )
 def test_run_may_be_left_out(words: list[str], run: str | None, others: dict[str, object]) -> None:

@@ -91,7 +91,7 @@ def test_any_last_line_of_a_stranger_is_an_ending(run: Path, last: str, time: An
 
 @pytest.mark.parametrize(
     "words",
-    [["tree"], ["stacks"], ["query", "SELECT 1"], ["tui"], ["scale", "generator=2"], ["stop"]],
+    [["tree"], ["stacks"], ["tui"], ["scale", "generator=2"], ["stop"]],
 )
 def test_each_command_that_needs_a_live_run_says_how_it_ended(
     run: Path, words: list[str], capsys: pytest.CaptureFixture[str]

@@ -26,7 +26,6 @@ COMMANDS = [
     ["tree", "run"],
     ["events", "run"],
     ["stacks", "run"],
-    ["query", "run", "SELECT 1"],
     ["tui", "run"],
     ["traces", "run"],
     ["verify", "run"],

@@ -23,10 +23,10 @@ from composer_mesh.mesh.environment import python_module
 from composer_mesh.mesh.private_folder import subfolder
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.mesh.supervision import MeshError
-from composer_mesh.mesh.telemetry_client import connected
-from composer_mesh.mesh.telemetry_store import INGEST, LOG, QUERY
+from composer_mesh.plugins.telemetry.client import connected
+from composer_mesh.plugins.telemetry.store import INGEST, LOG, QUERY
 
-STORE = "composer_mesh.mesh.telemetry_store"
+STORE = "composer_mesh.plugins.telemetry.store"
 START_S, LOOK_S = 60.0, 0.05
 _folder_of_this_process: list[Path] = []
 

@@ -80,7 +80,7 @@ class MonarchTables:
         # Imported here: it takes seconds, and the tests of the server need none of it.
         from monarch.distributed_telemetry.engine import QueryEngine
 
-        from composer_mesh.mesh.telemetry_collector import collect
+        from composer_mesh.plugins.telemetry.collector import collect
 
         collector = collect(ingest, RETENTION_S)
         self._engine = QueryEngine(collector)

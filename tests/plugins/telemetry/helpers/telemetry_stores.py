@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from composer_mesh.mesh.telemetry_store import QueryServer, Tables
+from composer_mesh.plugins.telemetry.store import QueryServer, Tables
 
 
 @contextmanager

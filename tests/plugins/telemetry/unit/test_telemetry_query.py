@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from telemetry_stores import served
 
-from composer_mesh.mesh.telemetry_client import QueryRefused, StoreUnreachable, ask, query
-from composer_mesh.mesh.telemetry_store import reply
+from composer_mesh.plugins.telemetry.client import QueryRefused, StoreUnreachable, ask, query
+from composer_mesh.plugins.telemetry.store import reply
 
 
 class TablesOfATest:
