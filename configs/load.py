@@ -68,6 +68,13 @@ class ExtendedConfig(Config):
     model_config = ConfigDict(extra="allow")
 
 
+def table_of(target: str, name: str) -> Table:
+    """Return the table of a TOML file or a preset, or one of a run `name` for a task alone."""
+    if presets.is_config(target):
+        return read_table(Path(target))
+    return {"run": {"name": name, "steps": 1}, "data": {"task": target}}
+
+
 def load_config(
     path: Path,
     overrides: Sequence[str] = (),

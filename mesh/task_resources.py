@@ -1,4 +1,4 @@
-"""What tasks use of a config beside their own code: its sandbox, and its MCP servers.
+"""What a config lends to its tasks: a sandbox, and MCP servers.
 
 The sandbox runs code of agents. Servers are clients of the plugin `mcp`, which needs the SDK.
 """

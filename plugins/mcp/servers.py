@@ -46,7 +46,7 @@ class ServerConnections:
         return await self._there(self._tools())
 
     async def with_tools(self) -> McpServer:
-        """Return the server with its tools, which it is asked for unless it has some; close."""
+        """Return the server with its tools, requested unless the config states them; close."""
         try:
             if self._server.tools is not None:
                 return self._server

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from composer_mesh.actors.checkpoints.folder import FOLDER, newest
 from composer_mesh.configs.hub import GGUF, HubId
-from composer_mesh.configs.load import Table, read_table, resolve_config
+from composer_mesh.configs.load import Table, read_table, resolve_config, table_of
 from composer_mesh.configs.presets import is_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.claim import own_content
@@ -19,7 +19,6 @@ from composer_mesh.services.directory.report import STORE_FILE
 
 CONFIG_FILE = "config.toml"
 MODEL_FILE = "config.json"
-TASK_ALONE: Table = {"run": {"name": "evaluation", "steps": 1}}
 OFF = ("sdpo.alpha=0", "replay.beta=0")
 """Overrides of every evaluation: it needs neither teachers nor hints."""
 
@@ -45,7 +44,7 @@ def target_of(named: str, task: str | None, overrides: Sequence[str]) -> Target:
                 f"{named} is a URL, which has no task: add --task with a config or a task, such as "
                 "--task my_task.py:MyTask"
             )
-        config = _resolved(_table_of(task), overrides, task)
+        config = _resolved(table_of(task, "evaluation"), overrides, task)
         if config.rollouts.workflow is not None:
             raise EvalRefused(
                 f"{named} is a URL, but rollouts.workflow is {config.rollouts.workflow!r}: a "
@@ -63,7 +62,7 @@ def target_of(named: str, task: str | None, overrides: Sequence[str]) -> Target:
     if (path / MODEL_FILE).is_file() or (path.suffix == GGUF and path.is_file()):
         return _of_folder(path, task, overrides)
     if HubId.parse(named) is not None and task is not None:
-        return _with_policy(named, _table_of(task), overrides)
+        return _with_policy(named, table_of(task, "evaluation"), overrides)
     if is_config(named):
         _refuse_task(task, "a preset", named)
         return Target(named, _resolved(read_table(path), overrides, named))
@@ -85,7 +84,7 @@ def _of_run(run: Path, overrides: Sequence[str]) -> Target:
 
 def _of_folder(folder: Path, task: str | None, overrides: Sequence[str]) -> Target:
     if task is not None:
-        return _with_policy(folder, _table_of(task), overrides)
+        return _with_policy(folder, table_of(task, "evaluation"), overrides)
     run = folder.absolute().parent.parent
     if folder.absolute().parent.name == FOLDER and (run / STORE_FILE).is_file():
         return _with_policy(folder, _own_table(run), overrides)
@@ -102,12 +101,6 @@ def _with_policy(folder: Path | str, table: Table, overrides: Sequence[str]) -> 
         policy.pop("sizes", None)
         policy.pop("start", None)
     return Target(str(folder), _resolved(table, overrides, str(folder)))
-
-
-def _table_of(task: str) -> Table:
-    if is_config(task):
-        return read_table(Path(task))
-    return {**TASK_ALONE, "data": {"task": task}}
 
 
 def _own_table(run: Path) -> Table:

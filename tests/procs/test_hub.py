@@ -294,6 +294,7 @@ def run(model: Files, tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.plugins
 def test_a_pushed_checkpoint_is_loaded_by_its_id(hub: Hub, client: Client, run: Path) -> None:
     dry, done, read, branch = client.does(
         {"push": [str(run), "acme/sums-tiny", "--dry"]},
@@ -319,6 +320,7 @@ def test_a_pushed_checkpoint_is_loaded_by_its_id(hub: Hub, client: Client, run: 
     assert not list(run.glob(".push-*"))
 
 
+@pytest.mark.plugins
 def test_a_push_that_is_refused_says_what_to_do(hub: Hub, client: Client, run: Path) -> None:
     (run.parent / "empty").mkdir()
     token, empty, step, name = client.does(

@@ -15,12 +15,12 @@ from threading import Event
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from composer_mesh.configs.load import resolve_config, table_of
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths, python_module
 from composer_mesh.mesh.private_folder import own_private_folder
 from composer_mesh.mesh.programs import AnsweringProgram, ProgramFailed
 from composer_mesh.services.checks.keys import held_keys
-from composer_mesh.services.play.command import config_of
 from composer_mesh.services.web.http_server import listening_socket
 from composer_mesh.services.web.options import (
     ListenOptions,
@@ -161,7 +161,7 @@ def serve_env(
     Raises ServeRefused before anything starts.
     """
     token = checked_token(options, token_env)
-    config = config_of(target, overrides)
+    config = resolve_config(table_of(target, "play"), overrides, target, model_later=True)
     add_import_paths(config.run.import_paths)
     ended = _ended_by_signals()
     with (

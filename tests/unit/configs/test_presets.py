@@ -26,7 +26,6 @@ from composer_mesh.planning.memory_estimate import memory_of
 from composer_mesh.planning.model_sizes import parameter_count, sizes_of
 from composer_mesh.services.cli import main
 from composer_mesh.services.evaluation.target import target_of
-from composer_mesh.services.play.command import config_of
 
 pytestmark = pytest.mark.plugins
 
@@ -59,7 +58,8 @@ def test_a_word_for_a_task_is_a_preset_only_where_no_task_has_the_name() -> None
     assert [is_config(word) for word in ("x.toml", "quickstart", "gsm8k", "toolbox")] == [
         *(True, True, False, False)
     ]
-    assert config_of("quickstart", []).data.task == "toolbox"
+    assert table_of("quickstart", "play")["run"]["name"] == "quickstart"
+    assert table_of("toolbox", "play")["data"] == {"task": "toolbox"}
     assert target_of("quickstart", None, []).config.run.name == "quickstart"
 
 

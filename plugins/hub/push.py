@@ -14,9 +14,9 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.hub import HubId
 from composer_mesh.planning import hub
 from composer_mesh.planning.model_folder import CONFIG, folder_weights, has_weights
+from composer_mesh.plugins.hub.model_card import model_card
 from composer_mesh.services.checks.accepting import UsageError
 from composer_mesh.services.commands.parser import RUN, argument, command
-from composer_mesh.services.directory.model_card import model_card
 
 CARD = "README.md"
 NOT_THE_MODELS = (MANIFEST_FILE, "training.json")

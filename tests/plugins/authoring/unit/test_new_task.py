@@ -15,9 +15,9 @@ from repository import ROOT
 
 from composer_mesh.configs.load import load_config
 from composer_mesh.mesh.environment import IMPORT_PATHS, SAFE_PATH
+from composer_mesh.plugins.authoring.new_task import TEMPLATE, template_files
 from composer_mesh.rollouts.hints import TEMPLATES
 from composer_mesh.services.cli import main
-from composer_mesh.services.new_task.command import TEMPLATE, template_files
 from composer_mesh.tasks.loading import make_task
 from composer_mesh.tasks.playing import conversations
 
@@ -51,7 +51,7 @@ def test_the_files_of_a_new_task_are_those_of_the_template_with_its_name(project
 def test_the_template_is_installed_with_the_package() -> None:
     """Its files match the patterns of package-data, which are what an installation has."""
     patterns = ("template/*.template", "template/*/*.template")
-    folder = ROOT / "services" / "new_task"
+    folder = ROOT / "plugins" / "authoring"
     found = {one for pattern in patterns for one in folder.glob(pattern)}
     assert {
         one for one in folder.rglob("*") if one.is_file() and one.suffix == ".template"

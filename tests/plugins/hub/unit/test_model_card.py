@@ -11,7 +11,7 @@ from unit_tests import BuildConfig
 
 from composer_mesh.actors.checkpoints.folder import Checkpoint
 from composer_mesh.configs.load import dump_toml
-from composer_mesh.services.directory.model_card import escaped, model_card
+from composer_mesh.plugins.hub.model_card import escaped, model_card
 
 HOSTILE = "</p><script>x</script> [a](http://evil) ![i](javascript:0)\n# *b* `c` www.evil"
 

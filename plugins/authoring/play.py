@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_mesh.actors.provider.errors import ProviderError
-from composer_mesh.configs.load import load_config, resolve_config
-from composer_mesh.configs.presets import is_config
+from composer_mesh.configs.load import resolve_config, table_of
 from composer_mesh.configs.regular_files import read_regular
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import add_import_paths
@@ -262,7 +261,7 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
     """Play an episode of a task or of a config's task; the exit status is 0."""
     if options.episode < 0:
         raise PlayRefused(f"--episode is {options.episode} but counts from 0: raise it")
-    config = config_of(target, overrides)
+    config = resolve_config(table_of(target, "play"), overrides, target, model_later=True)
     add_import_paths(config.run.import_paths)
     config = with_tools(config)
     task = make_task(config)
@@ -276,14 +275,6 @@ def play_command(target: str, overrides: Sequence[str], options: PlayOptions) ->
     except ProviderError as error:
         raise PlayRefused(error.for_role("judge", "judges")) from None
     return 0
-
-
-def config_of(target: str, overrides: Sequence[str]) -> Config:
-    """Return the config at a path that ends in .toml, that of a preset, or one for a task alone."""
-    if is_config(target):
-        return load_config(Path(target), overrides, model_later=True)
-    table = {"run": {"name": "play", "steps": 1}, "data": {"task": target}}
-    return resolve_config(table, overrides, target)
 
 
 def play(

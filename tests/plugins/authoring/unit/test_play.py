@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repository import ROOT
 
+from composer_mesh.plugins.authoring.play import BadLine, action_of
 from composer_mesh.rollouts.tool_calls import ToolCall, parse_action
 from composer_mesh.services.cli import main
-from composer_mesh.services.play.command import BadLine, action_of
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 SOURCE = '''

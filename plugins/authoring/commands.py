@@ -19,7 +19,7 @@ from composer_mesh.services.commands.parser import add_set, argument, command, o
 )
 def new_task(arguments: argparse.Namespace) -> int:
     """Write a package with a runnable task."""
-    from composer_mesh.services.new_task.command import NewTaskRefused, new_task_command
+    from composer_mesh.plugins.authoring.new_task import NewTaskRefused, new_task_command
 
     try:
         return new_task_command(arguments.name, arguments.output)
@@ -60,7 +60,7 @@ def new_task(arguments: argparse.Namespace) -> int:
 )
 def play(arguments: argparse.Namespace) -> int:
     """Play an episode of a task in the terminal."""
-    from composer_mesh.services.play.command import PlayOptions, PlayRefused, play_command
+    from composer_mesh.plugins.authoring.play import PlayOptions, PlayRefused, play_command
 
     options = PlayOptions(
         arguments.episode,

@@ -1,1 +1,0 @@
-"""`composer-mesh new-task`: a new package with a runnable task, from the files in `template`."""

@@ -1,1 +1,0 @@
-"""`composer-mesh play`: an episode of a task in the terminal."""
