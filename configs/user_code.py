@@ -7,13 +7,18 @@ states by `failure_class` what `mesh.failures` needs: no process is restarted fo
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import importlib.util
 import inspect
 import linecache
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
@@ -23,6 +28,64 @@ LONGEST_SOURCE = 200
 DEFINITIONS = ("def ", "async def ")
 MOST_DECORATORS = 20
 """Lines before a function's definition in which its decorators are."""
+
+
+class NotImported(ValueError):
+    """An import path that is malformed, or has no such module, file or name."""
+
+
+def imported(path: str) -> Any:
+    """Return what "my_module.my_name", "my_module:my_name" or "my_file.py:my_name" stands for.
+
+    Modules are importable as they are: no other folders are searched. A file is a module of its
+    own. Raises NotImported, and whatever the code itself raises when it is imported.
+    """
+    place, _, rest = path.rpartition(":" if ":" in path else ".")
+    names, in_file = rest.split("."), ":" in path and place.endswith(".py")
+    parts = names if in_file else [*place.split("."), *names]
+    if not all(part.isidentifier() for part in parts):
+        raise NotImported(
+            "it is not an import path: write my_module.my_name, my_module:my_name or "
+            "my_file.py:my_name"
+        )
+    found = _file(Path(place)) if in_file else _module(place)
+    for name in names:
+        if not hasattr(found, name):
+            where = place if name is names[0] else found.__name__
+            close = difflib.get_close_matches(name, dir(found), n=1)
+            repair = f"did you mean {close[0]!r}?" if close else "check the spelling"
+            raise NotImported(f"{where!r} has no {name!r}: {repair}")
+        found = getattr(found, name)
+    return found
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise NotImported(
+            f"there is no module {error.name!r}: install it, or name its folder in "
+            'run.import_paths, such as --set run.import_paths=["."]'
+        ) from None
+
+
+def _file(path: Path) -> ModuleType:
+    """Import a file as a module of its own; its folder is not searched for others."""
+    whole = path.absolute()
+    name = f"{whole.stem}_{sha256(str(whole).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, whole)
+        if spec is None or spec.loader is None or not whole.is_file():
+            raise NotImported(f"the file {path} does not exist: check the path")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 class CustomFunctionError(ValueError):

@@ -25,8 +25,10 @@ from torch import Tensor
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.configs.user_code import (
     CustomFunctionError,
+    NotImported,
     frame_of,
     frame_of_function,
+    imported,
     is_ours,
     where_of,
 )
@@ -145,19 +147,22 @@ Function = Callable[..., Any]
 
 
 def load_function(import_path: str) -> Function:
-    """Import and return the function at "my_module.my_loss" or "my_module:my_loss".
+    """Import and return the function at "my_module.my_loss" or "my_file.py:my_loss".
 
-    The module must be importable as it is: no other folders are searched. It can import PRIME-RL's
-    dataclasses even if PRIME-RL is not installed (`prime_rl_names`). Raises `CustomFunctionError`
+    Its module can import PRIME-RL's dataclasses even if PRIME-RL is not installed
+    (`prime_rl_names`). Raises `CustomFunctionError`
     if the path is malformed, the module fails to import (chained), or the name is not in it or is
     no function.
     """
-    module_name, names = _split(import_path)
-    found: Any = _import(import_path, module_name)
-    for name in names:
-        if not hasattr(found, name):
-            raise CustomFunctionError(import_path, "", _missing(found, name))
-        found = getattr(found, name)
+    try:
+        with prime_rl_names():
+            found = imported(import_path)
+    except NotImported as error:
+        raise CustomFunctionError(import_path, "", str(error)) from error
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise CustomFunctionError(import_path, "", _problem(error), _own_frame(error)) from error
     if not callable(found):
         raise CustomFunctionError(
             import_path, "", f"it is of type {type(found).__name__}: name a function instead"
@@ -255,30 +260,6 @@ def place_of(kind: str, index: int, identifier: str | None = None) -> str:
     return f"{kind} {index}" if identifier is None else f"{kind} {index} ({identifier})"
 
 
-def _split(import_path: str) -> tuple[str, list[str]]:
-    colon = ":" in import_path
-    module_name, _, rest = import_path.partition(":") if colon else import_path.rpartition(".")
-    names = rest.split(".")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *names]):
-        raise CustomFunctionError(
-            import_path,
-            "",
-            "it is not an import path: write my_module.my_loss or my_module:my_loss",
-        )
-    return module_name, names
-
-
-def _import(import_path: str, module_name: str) -> Any:
-    try:
-        with prime_rl_names():
-            return importlib.import_module(module_name)
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        problem = _import_problem(module_name, error)
-        raise CustomFunctionError(import_path, "", problem, _own_frame(error)) from error
-
-
 def _own_frame(error: BaseException) -> str:
     """Return the line of the user's module whose import failed; empty for one that is absent."""
     frame = frame_of(error)
@@ -286,24 +267,11 @@ def _own_frame(error: BaseException) -> str:
     return "" if is_ours(file) or file.startswith("<") else frame
 
 
-def _import_problem(module_name: str, error: BaseException) -> str:
+def _problem(error: BaseException) -> str:
     missing = error.name if isinstance(error, ImportError) else None
-    absent = isinstance(error, ModuleNotFoundError)
-    if absent and missing and f"{module_name}.".startswith(f"{missing}."):
-        return (
-            f"there is no module {missing!r}: install it, or name its folder in run.import_paths, "
-            'such as --set run.import_paths=["."]'
-        )
     if missing and missing.split(".")[0] == "prime_rl":
         known = ", ".join(
             f"{path}.{each.__name__}" for path in STAND_INS for each in STAND_INS[path]
         )
         return f"{error}: prime-rl is not installed and only {known} stand in for it: install it"
-    return f"importing module {module_name!r} raised {type(error).__name__}: {error}"
-
-
-def _missing(holder: object, name: str) -> str:
-    where = getattr(holder, "__name__", type(holder).__name__)
-    close = difflib.get_close_matches(name, dir(holder), n=1)
-    repair = f"did you mean {close[0]!r}?" if close else "check the spelling"
-    return f"{where!r} has no {name!r}: {repair}"
+    return f"importing it raised {type(error).__name__}: {error}"

@@ -6,7 +6,6 @@ The sandbox runs code of agents. Servers are clients of the plugin `mcp`, which 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.user_code import imported
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_error
 from composer_mesh.tasks.sandbox import Sandbox
 from composer_mesh.tasks.task import Task
@@ -92,7 +92,13 @@ def attach_sandbox(config: Config, task: Task) -> Sandbox | None:
 def open_configured(config: Config) -> Sandbox:
     """Return the sandbox that a config names."""
     chosen = config.environment.sandbox
-    opener = _imported(plugins.find("sandboxes", chosen.kind) or chosen.kind)
+    try:
+        opener = imported(plugins.find("sandboxes", chosen.kind) or chosen.kind)
+    except (ImportError, ValueError) as error:
+        raise UnusableTask(
+            f"environment.sandbox.kind is {chosen.kind!r}, which cannot be imported ({error}): "
+            f"{NAME_ONE} {plugins.known('sandboxes')}"
+        ) from None
     try:
         sandbox: Sandbox = opener(**chosen.options)
     except TaskError:
@@ -105,14 +111,3 @@ def open_configured(config: Config) -> Sandbox:
     except (StopIteration, SystemExit, asyncio.CancelledError, BaseExceptionGroup) as error:
         raise code_error(f"opening the sandbox {chosen.kind!r}", error) from error
     return sandbox
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnusableTask(
-            f"environment.sandbox.kind is {path!r}, which cannot be imported ({error}): {NAME_ONE} "
-            f"{plugins.known('sandboxes')}"
-        ) from None

@@ -10,21 +10,19 @@ make the confidence interval of its success rate too narrow.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.data import MixedTask
 from composer_mesh.configs.schema import Config
+from composer_mesh.configs.user_code import NotImported, imported
 from composer_mesh.rollouts.tasks import Episode
 from composer_mesh.rollouts.traces import Message, Split
 from composer_mesh.tasks.errors import TaskError, UnusableTask, code_of_task
@@ -256,62 +254,16 @@ def _made(section: str, kind: type[T], options: Mapping[str, Any]) -> T:
 
 
 def _subclass(key: str, path: str, base: type[T]) -> type[T]:
-    file, _, name = path.rpartition(":")
-    is_file = file.endswith(".py")
-    found = _from_file(key, Path(file), name) if is_file else _imported(key, path)
+    try:
+        with code_of_task(f"importing {path}", NotImported):
+            found = imported(path)
+    except NotImported as error:
+        bare = key == "data.task" and path.isidentifier()
+        known = f", or one of {plugins.known('tasks')}" if bare else ""
+        raise UnusableTask(f"{key} is {path!r}, but {error}{known}") from None
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise UnusableTask(
             f"{key} is {path!r}, which is a {type(found).__name__} and no subclass of "
             f"composer_mesh.{base.__name__}: name one that is"
         )
     return found
-
-
-def _imported(key: str, path: str) -> Any:
-    module, _, attribute = path.rpartition(":" if ":" in path else ".")
-    if not module or not all(part.isidentifier() for part in [*module.split("."), attribute]):
-        raise UnusableTask(
-            f"{key} is {path!r}: write my_package.my_module:MyClass or my_file.py:MyClass"
-            + (f", or one of {plugins.known('tasks')}" if key == "data.task" else "")
-        )
-    with code_of_task(f"importing {module}", UnusableTask):
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):
-                raise
-            raise UnusableTask(
-                f"{key} is {path!r}, but there is no module {error.name!r}: install it, or name "
-                'its folder in run.import_paths, such as --set run.import_paths=["."]'
-            ) from None
-    if not hasattr(found, attribute):
-        close = difflib.get_close_matches(attribute, dir(found), n=1)
-        repair = f"did you mean {close[0]!r}?" if close else "check the spelling"
-        raise UnusableTask(f"{key} is {path!r}, but {module} has no {attribute!r}: {repair}")
-    return getattr(found, attribute)
-
-
-def _from_file(key: str, path: Path, attribute: str) -> Any:
-    """Import a file as a module of its own; its folder is not searched for others."""
-    whole = path.absolute()
-    name = f"{whole.stem}_{sha256(str(whole).encode()).hexdigest()[:12]}"
-    if name not in sys.modules:
-        _execute(key, name, whole)
-    module = sys.modules[name]
-    if not hasattr(module, attribute):
-        raise UnusableTask(f"{key} names {attribute!r}, which is not in {path}: check the name")
-    return getattr(module, attribute)
-
-
-def _execute(key: str, name: str, path: Path) -> None:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise UnusableTask(f"{key} names the file {path}, which does not exist: check the path")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        with code_of_task(f"importing {path}"):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise

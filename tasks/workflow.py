@@ -32,12 +32,12 @@ returns is its answer in a session of the task, whose rewards score all that it 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from composer_mesh.configs.user_code import imported
 from composer_mesh.rollouts.generation import GenerationResult
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
 from composer_mesh.rollouts.tool_calls import assistant_message
@@ -357,10 +357,9 @@ class FunctionAgent(AgentWorkflow):
 
     def __init__(self, function: str) -> None:
         """`function` is an import path, as "my_module:solve"."""
-        module, _, name = function.rpartition(":")
         try:
-            self._function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+            self._function = imported(function)
+        except (ImportError, ValueError) as error:
             raise UnusableTask(
                 f"function is {function!r}, which cannot be imported ({error}): write "
                 "my_module:my_function, in a folder of run.import_paths or installed"

@@ -11,7 +11,6 @@ The list of a server's tools, as a config pins it.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
 from composer_mesh.actors.provider.endpoint import Secret
+from composer_mesh.configs import user_code
 from composer_mesh.configs.environment import MOST_TOOLS, McpServer, McpTool
 from composer_mesh.configs.interrupts import is_interrupt
 from composer_mesh.mesh.programs import ProgramFailed
@@ -362,9 +362,8 @@ class McpConnection:
 def imported(server: McpServer) -> Any:
     """Return the server object of a module; raises UnusableTask."""
     assert server.module is not None
-    module, _, attribute = server.module.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = user_code.imported(server.module)
         return found() if callable(found) else found
     except BaseException as error:
         if is_interrupt(error):

@@ -10,7 +10,6 @@ builds their trackers.
 from __future__ import annotations
 
 import os
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from composer_mesh.configs.tracking import (
     RegisteredTracking,
     TrackerSection,
 )
+from composer_mesh.configs.user_code import imported
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def make_tracker(section: TrackerSection) -> Tracker:
 def custom_class(import_path: str) -> Callable[..., Tracker]:
     """Import a user's class, as `my_module:MyTracker`; raise TrackerRefused if that fails."""
     try:
-        found: Callable[..., Tracker] = pkgutil.resolve_name(import_path)
-    except (ImportError, AttributeError, ValueError) as error:
+        found: Callable[..., Tracker] = imported(import_path)
+    except (ImportError, ValueError) as error:
         raise TrackerRefused(
             f"the tracker {import_path!r} cannot be imported ({error}): correct import_path, or "
             "add its folder to run.import_paths"
