@@ -17,11 +17,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from composer_mesh.configs.installed import installed_version
 from composer_mesh.configs.policy import PolicyConfig
 from composer_mesh.configs.schema import Config
 from composer_mesh.configs.serve import ServeConfig
@@ -38,14 +38,6 @@ CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
 class VllmUnavailable(Exception):
     """vLLM was configured and cannot serve: the reason, with the repair."""
-
-
-def installed_version(package: str) -> str | None:
-    """Return the version of a distribution, None where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def installed_flavour(version_of: Version = installed_version) -> Flavour:

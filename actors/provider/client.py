@@ -65,6 +65,7 @@ from composer_mesh.actors.provider.reply import (
 )
 from composer_mesh.actors.provider.request_limiter import BreakerRules, Deadline, RequestLimiter
 from composer_mesh.configs.worded import Worded
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.budget import Prices, dollars
 from composer_mesh.rollouts.pairs import TeacherAnswer
 from composer_mesh.rollouts.traces import Message
@@ -104,10 +105,7 @@ class RequestCoalescer(Generic[T]):
 
     async def aclose(self) -> None:
         """Cancel running requests. Waits until they have ended."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(self._tasks.values())
 
 
 ID_DIGITS = 24

@@ -19,6 +19,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -48,7 +49,6 @@ EXCERPT_CHARS = 200
 ID_CHARS = 80
 LONGEST_DATE = 64
 LONGEST_WAIT_S = 366 * 86_400.0
-HTTP_DATES = ("%a, %d %b %Y %H:%M:%S GMT", "%A, %d-%b-%y %H:%M:%S GMT", "%a %b %d %H:%M:%S %Y")
 ID_HEADERS = ("x-request-id", "request-id", "cf-ray")
 MODERATION_CODES = {
     "content_filter",
@@ -111,21 +111,13 @@ def retry_after_s(value: str | None, now: datetime | None = None) -> float | Non
     try:
         seconds = float(value)
     except ValueError:
-        date = _http_date(value)
-        if date is None:
+        try:
+            date = parsedate_to_datetime(value)
+        except (ValueError, OverflowError):
             return None
+        date = date if date.tzinfo else date.replace(tzinfo=UTC)
         seconds = (date - (now or datetime.now(UTC))).total_seconds()
     return min(max(0.0, seconds), LONGEST_WAIT_S) if math.isfinite(seconds) else None
-
-
-def _http_date(value: str) -> datetime | None:
-    """Parse a date as HTTP writes it (RFC 9110, 5.6.7): always in GMT, never with an offset."""
-    for form in HTTP_DATES:
-        try:
-            return datetime.strptime(value.strip(), form).replace(tzinfo=UTC)
-        except ValueError:
-            continue
-    return None
 
 
 def _kind(status: int, error: Any) -> type[ProviderError]:

@@ -20,13 +20,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.hub import HubId
+from composer_mesh.configs.installed import installed_version
 from composer_mesh.mesh import processes
 from composer_mesh.mesh.actor import MeshActor
 from composer_mesh.mesh.fork_server.owner import ForkServers
@@ -47,7 +47,9 @@ SOURCES = "composer-mesh sources"
 def versions() -> dict[str, str]:
     """Return name and version of each; this package's sources by their digest."""
     python = ".".join(platform.python_version_tuple()[:2])
-    found = {"Python": python} | {name: _version(name) for name in PACKAGES}
+    found = {"Python": python} | {
+        name: installed_version(name) or "(not installed)" for name in PACKAGES
+    }
     return found | {SOURCES: _digest()}
 
 
@@ -58,13 +60,6 @@ def differences(host: str, here: dict[str, str], there: dict[str, str]) -> list[
         for name, mine in here.items()
         if there.get(name) != mine
     ]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _digest() -> str:

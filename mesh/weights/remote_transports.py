@@ -10,7 +10,6 @@ synchronous and asynchronous endpoints, which Monarch 0.7 refuses; ours has asyn
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import secrets
@@ -21,6 +20,7 @@ import torch
 from monarch.actor import this_proc
 from torch import Tensor
 
+from composer_mesh.configs.installed import is_installed
 from composer_mesh.mesh.progress import made_progress
 from composer_mesh.mesh.transport import BufferHandle, SendBuffer, read
 from composer_mesh.mesh.weights.manifest import TransportUnavailable
@@ -85,10 +85,8 @@ class TorchstoreOffer:
 
 def why_no_torchstore() -> str | None:
     """Return why this process cannot use torchstore; None if it can."""
-    for module in ("torchstore", "pygtrie"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed"
-    return None
+    missing = [one for one in ("torchstore", "pygtrie") if not is_installed(one)]
+    return f"{missing[0]} is not installed" if missing else None
 
 
 def require_torchstore() -> None:

@@ -9,7 +9,6 @@ import html
 import json
 import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import tomli_w
 from composer_mesh.actors.checkpoints.folder import FOLDER, Checkpoint
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.hub import GGUF, HubId, id_of
+from composer_mesh.configs.installed import installed_version
 from composer_mesh.configs.load import load_config
 from composer_mesh.configs.schema import Config
 from composer_mesh.services.directory.report import (
@@ -145,7 +145,7 @@ def _settings(config: Config) -> str:
         exclude_defaults=True,
         exclude_none=True,
     )
-    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    versions = ", ".join(f"{name} {installed_version(name) or 'of a folder'}" for name in PACKAGES)
     shown = tomli_w.dumps(_public(table))
     return f"{versions}. Settings that are not the defaults:\n\n```toml\n{shown}```"
 
@@ -158,10 +158,3 @@ def _public(value: Any) -> Any:
     if isinstance(value, list):
         return [kept for one in value if (kept := _public(one)) is not None]
     return None if isinstance(value, str) and not re.fullmatch(r"[\w. -]{1,60}", value) else value
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "of a folder"

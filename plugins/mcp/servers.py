@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer_mesh.configs.environment import McpServer, McpTool
+from composer_mesh.configs.installed import installed_version
 from composer_mesh.mesh.waiting import LoopThread
 from composer_mesh.tasks.errors import ToolServerLost, UnusableTask
 from composer_mesh.tasks.tool import ExternalTool
@@ -196,10 +196,7 @@ class McpServers:
 
 def refuse_missing(servers: Sequence[McpServer], environ: Mapping[str, str]) -> None:
     """Raise UnusableTask where the SDK or a variable of a server is missing."""
-    try:
-        installed = version("mcp")
-    except PackageNotFoundError:
-        installed = "not installed"
+    installed = installed_version("mcp") or "not installed"
     if not installed.startswith("2.") or installed.startswith(("2.0.", "2.1.", "2.2.")):
         raise UnusableTask(
             f"environment.mcp names servers, but the package mcp is {installed} and must be 2.3 or "

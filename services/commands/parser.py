@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 
 from composer_mesh.configs import plugins
 from composer_mesh.configs.errors import did_you_mean, nearest
+from composer_mesh.configs.installed import installed_version
 from composer_mesh.configs.validation import first_error
 from composer_mesh.rollouts.budget import LARGEST_USD
 from composer_mesh.services.directory.claim import RUNS, output_path
@@ -157,7 +157,8 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=_version())
+    version = installed_version(PROGRAM) or "of a folder on PYTHONPATH, which is not installed"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", dest="command", prog=PROGRAM, help=argparse.SUPPRESS
     )
@@ -194,13 +195,6 @@ def _overview(found: Mapping[str, Command], others: Sequence[str]) -> str:
 def _columns(rows: Mapping[str, str]) -> Iterable[str]:
     width = max(map(len, rows))
     return (f"  {name:<{width}}  {about}" for name, about in rows.items())
-
-
-def _version() -> str:
-    try:
-        return version("composer-mesh")
-    except PackageNotFoundError:
-        return "of a folder on PYTHONPATH, which is not installed"
 
 
 RUN = argument(

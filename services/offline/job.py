@@ -23,6 +23,7 @@ from composer_mesh.actors.provider.endpoint import TeacherEndpoint
 from composer_mesh.actors.provider.money import bound
 from composer_mesh.configs.replay import ReplayConfig
 from composer_mesh.configs.schema import Config
+from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.budget import Prices, dollars, nano
 from composer_mesh.rollouts.consensus import MAJORITY, VoteOutcome, decide
 from composer_mesh.rollouts.pair_filters import PairFilters
@@ -330,7 +331,7 @@ class OfflineJob:
             await self.teacher_client.idle()
             return False
         finally:
-            await _cancelled([task for _, task in window])
+            await cancel_and_wait([task for _, task in window])
         return True
 
     async def _finish(self, selection: Selection, asking: "asyncio.Task[ReplayOutcome]") -> None:
@@ -382,9 +383,3 @@ def selections(
             chosen = chosen.cut(left)
             left -= chosen.most
         yield chosen
-
-
-async def _cancelled(tasks: Sequence["asyncio.Task[ReplayOutcome]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

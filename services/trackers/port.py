@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from composer_mesh.configs import plugins
+from composer_mesh.configs.installed import is_installed
 from composer_mesh.configs.tracking import (
     CustomTracking,
     OpentelemetryTracking,
@@ -89,7 +89,7 @@ SHORTEST_TOKEN = 16
 def check_trackers(trackers: Sequence[TrackerSection]) -> None:
     """Raise TrackerRefused where a package or a variable is missing. Imports none of them."""
     for section in trackers:
-        if missing := [name for name in NEEDED.get(section.type, ()) if not _is_there(name)]:
+        if missing := [name for name in NEEDED.get(section.type, ()) if not is_installed(name)]:
             raise TrackerRefused(
                 f"tracking has a table of type {section.type!r} but {', '.join(missing)} is not "
                 f"installed: pip install 'composer-mesh[{section.type}]', or remove the table"
@@ -108,13 +108,6 @@ def _check_variables(section: TrackerSection) -> None:
             f"the tracker {section.title} names the environment variable {variable}, which holds "
             f"{len(os.environ.get(variable, ''))} characters: set it to at least {least}"
         )
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False
 
 
 def make_tracker(section: TrackerSection) -> Tracker:

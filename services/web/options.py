@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping, MutableMapping
 from ipaddress import ip_address
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from composer_mesh.configs.installed import is_installed
 from composer_mesh.mesh.hosts.address import BadAddress, check_listen, join
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -71,18 +71,11 @@ def checked_token(
 
 def check_installed(packages: Mapping[str, str], extra: str) -> None:
     """Raise ServeRefused where a module is missing; maps modules to names of packages."""
-    missing = [package for module, package in packages.items() if not _is_installed(module)]
+    missing = [package for module, package in packages.items() if not is_installed(module)]
     if missing:
         raise ServeRefused(
             f"{', '.join(missing)} is not installed: pip install 'composer-mesh[{extra}]'"
         )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _is_loopback(host: str) -> bool:

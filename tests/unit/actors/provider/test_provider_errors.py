@@ -145,6 +145,8 @@ async def test_a_passing_failure_is_retried_within_its_bound(
         ("-3", 0.0),
         ("Wed, 21 Oct 2026 07:28:30 GMT", 30.0),
         ("Wed, 21 Oct 2026 07:27:00 GMT", 0.0),
+        ("Wednesday, 21-Oct-26 07:28:30 GMT", 30.0),
+        ("Wed Oct 21 07:28:30 2026", 30.0),
         ("soon", None),
         ("inf", None),
         ("nan", None),
