@@ -17,7 +17,7 @@ from unit_tests import BuildConfig
 
 from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.hub import HubId, id_of
-from composer_mesh.configs.load import dump_toml, load_config, resolve_config
+from composer_mesh.configs.load import dump_toml, load_config, resolve_config, table_of
 from composer_mesh.configs.paths import pinned_as
 from composer_mesh.configs.presets import is_config, names
 from composer_mesh.configs.schema import Config
