@@ -155,7 +155,8 @@ class CustomFunction(Section):
     """A user-defined function or class and its keyword arguments."""
 
     import_path: ImportPath
-    """Import path, as my_module.my_function; searched in run.import_paths too."""
+    """Import path, as my_module.my_function or my_file.py:my_function. A module is searched in
+    run.import_paths too."""
 
     kwargs: FreeTable = Field(default_factory=dict)
     """Its keyword arguments."""

@@ -29,7 +29,8 @@ class SandboxConfig(Section):
     """`"bubblewrap"`, `"containers"` for Harbor tasks, or the import path of a function that
     returns a sandbox.
 
-    A path is as "my_package.my_module:my_function", and searched in run.import_paths too."""
+    A path is as "my_package.my_module:my_function", searched in run.import_paths too, or as
+    "my_file.py:my_function"."""
 
     options: FreeTable = Field(default_factory=dict)
     """Keyword arguments of the function; the guides "Sandboxes" and "Harbor tasks" list them."""

@@ -125,9 +125,11 @@ def test_a_prime_rl_users_file_runs_unchanged_without_prime_rl(users_module: str
     assert not [module for module in sys.modules if module.split(".")[0] == "prime_rl"]
 
 
-def test_a_function_is_found_by_dots_or_by_a_colon(users_module: str) -> None:
+def test_a_function_is_found_by_dots_by_a_colon_or_in_a_file(users_module: str) -> None:
     by_dots = load_function(f"{users_module}.clipped")
     assert load_function(f"{users_module}:clipped") is by_dots
+    file = sys.modules[users_module].__file__
+    assert load_function(f"{file}:clipped").__code__.co_filename == file
     assert load_function(f"{users_module}:Losses.nested")(sequences()[0]).loss.shape == ()
 
 
