@@ -70,6 +70,7 @@ def test_the_judges_of_the_page_are_a_section_and_ask_what_the_page_says(
         assert session.outcome().rewards == {"correct": 0.0, "helpful": 1.0, "polite": 1.0}
 
 
+@pytest.mark.plugins
 def test_every_command_of_the_page_is_one_with_its_options() -> None:
     lines = re.findall(r"^    composer-mesh (.*?)(?: +#.*)?$", PAGE.text, re.MULTILINE)
     parsed = [make_parser().parse_args(line.split()).command for line in lines]

@@ -26,6 +26,7 @@ def typed(text: str) -> list[str]:
     return words[1:]
 
 
+@pytest.mark.plugins
 def test_every_command_of_the_page_is_one() -> None:
     shown = [code for code in TREE.inline() if code.startswith("composer-mesh ")]
     for command in shown:
