@@ -51,7 +51,7 @@ def imported(path: str) -> Any:
     found = _file(Path(place)) if in_file else _module(place)
     for name in names:
         if not hasattr(found, name):
-            where = place if name is names[0] else found.__name__
+            where = place if name is names[0] else getattr(found, "__name__", type(found).__name__)
             close = difflib.get_close_matches(name, dir(found), n=1)
             repair = f"did you mean {close[0]!r}?" if close else "check the spelling"
             raise NotImported(f"{where!r} has no {name!r}: {repair}")

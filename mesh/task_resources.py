@@ -94,7 +94,7 @@ def open_configured(config: Config) -> Sandbox:
     chosen = config.environment.sandbox
     try:
         opener = imported(plugins.find("sandboxes", chosen.kind) or chosen.kind)
-    except (ImportError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UnusableTask(
             f"environment.sandbox.kind is {chosen.kind!r}, which cannot be imported ({error}): "
             f"{NAME_ONE} {plugins.known('sandboxes')}"

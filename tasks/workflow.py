@@ -359,7 +359,7 @@ class FunctionAgent(AgentWorkflow):
         """`function` is an import path, as "my_module:solve"."""
         try:
             self._function = imported(function)
-        except (ImportError, ValueError) as error:
+        except (ImportError, AttributeError, ValueError) as error:
             raise UnusableTask(
                 f"function is {function!r}, which cannot be imported ({error}): write "
                 "my_module:my_function, in a folder of run.import_paths or installed"

@@ -122,7 +122,7 @@ def custom_class(import_path: str) -> Callable[..., Tracker]:
     """Import a user's class, as `my_module:MyTracker`; raise TrackerRefused if that fails."""
     try:
         found: Callable[..., Tracker] = imported(import_path)
-    except (ImportError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise TrackerRefused(
             f"the tracker {import_path!r} cannot be imported ({error}): correct import_path, or "
             "add its folder to run.import_paths"
