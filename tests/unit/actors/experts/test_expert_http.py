@@ -164,7 +164,7 @@ def test_a_bad_request_is_a_400_that_says_why(web: httpx.Client, content: bytes,
 
 @pytest.mark.parametrize("length", [str(LARGEST_REQUEST + 1), "9" * 5000])
 def test_a_body_over_the_limit_is_refused_unread(server: ExpertServer, length: str) -> None:
-    connection = http.client.HTTPConnection(httpx.URL(server.base_url).netloc.decode(), timeout=20)
+    connection = http.client.HTTPConnection(httpx.URL(server.base_url).netloc.decode(), timeout=60)
     with contextlib.closing(connection):
         connection.putrequest("POST", "/v1/chat/completions")
         connection.putheader("Content-Length", length)
