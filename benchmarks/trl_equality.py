@@ -31,8 +31,10 @@ PRESET = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
 STEPS, QUICK_STEPS = 12, 4
 SETTINGS = (
     *("sdpo.alpha=0.0", "replay.beta=0.0", "schedule.max_lag=0", "eval.episodes=1"),
-    *("policy.warm_start.steps=200", "run.name=trl-equality"),
+    "run.name=trl-equality",
 )
+WARM_START = ("policy.warm_start.steps=200",)
+QUICK_WARM_START = ("policy.warm_start.steps=150", "policy.warm_start.demonstrations=600")
 
 
 class Stored:
@@ -76,11 +78,11 @@ def _norm(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def compared(steps: int, folder: Path) -> float:
+def compared(steps: int, warm_start: tuple[str, ...], folder: Path) -> float:
     """Train both, and return the distance of their policies."""
     from vs_trl_peer import train
 
-    settings = [*SETTINGS, f"run.steps={steps}", f"trainer.checkpoint_every={steps}"]
+    settings = [*SETTINGS, *warm_start, f"run.steps={steps}", f"trainer.checkpoint_every={steps}"]
     config, run, peer = load_config(PRESET, settings), folder / "run", folder / "trl"
     first = prepare_policy(config, make_task(config))
     sets = [part for one in settings for part in ("--set", one)]
@@ -101,8 +103,8 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory(prefix="trl_equality-") as folder:
-            steps = QUICK_STEPS if given.quick else STEPS
-            report.ratios["distance"] = compared(steps, Path(folder))
+            how = (QUICK_STEPS, QUICK_WARM_START) if given.quick else (STEPS, WARM_START)
+            report.ratios["distance"] = compared(*how, Path(folder))
     report.finish(given.json)
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from surroundings import forget_surroundings
 
+forget_surroundings()
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "unit" / "helpers"))
 sys.path.insert(0, str(TESTS / "fuzz" / "helpers"))

@@ -13,10 +13,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from surroundings import forget_surroundings
 
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.loop_watchdog import REPORTS
 
+forget_surroundings()
 prepare_environment()
 LOOP_REPORTS = tempfile.TemporaryDirectory(prefix="loops-")
 os.environ[REPORTS] = LOOP_REPORTS.name  # before the first run of a fixture, whatever its scope
@@ -33,8 +35,6 @@ IMPORTED_FROM = os.environ.setdefault(
     "TESTS_IMPORTED_FROM", os.pathsep.join(path for path in sys.path if path)
 )
 os.environ["PYTHONPATH"] = IMPORTED_FROM
-# As a run's placement has it on a small machine, so that one fork server serves all processes.
-os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Set here, or torch sets it when it is imported, which the parent of workers never does.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests")
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from surroundings import forget_surroundings
 
 from composer_mesh.configs.schema import Config
-from composer_mesh.mesh.environment import IMPORT_PATHS, UMASK
-from composer_mesh.mesh.private_folder import PRIVATE
+from composer_mesh.mesh.environment import IMPORT_PATHS
 from composer_mesh.tasks.playing import SyncSession
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
@@ -35,6 +35,7 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("repeatable")
 
+forget_surroundings()
 STATE_HOME = tempfile.TemporaryDirectory(prefix="state-")
 os.environ["XDG_STATE_HOME"] = STATE_HOME.name  # where an account keeps its signing key
 
@@ -63,18 +64,25 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def temporary_files_stay_where_they_were() -> Iterator[None]:
-    """Undo what the start of a run changes for all files that its process makes from then on."""
-    before = {name: os.environ.get(name) for name in (PRIVATE, UMASK, IMPORT_PATHS, "TMPDIR")}
+def environment_stays_as_it_was() -> Iterator[None]:
+    """Undo what the start of a run changes for its process, and for all that this one starts."""
+    before = dict(os.environ)
     umask = os.umask(0o022)
     os.umask(umask)
     yield
     os.umask(umask)
     tempfile.tempdir = None
-    for name, value in before.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ |= before
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_are_the_same_in_any_order() -> None:
+    """Seed the generators of the process, from which the tests before have drawn."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture
@@ -141,7 +149,6 @@ def build_model(build_config: BuildConfig, tokenizer: Any) -> BuildModel:
     from composer_mesh.actors.models import policy
 
     def build(seed: int) -> Any:
-        torch.set_num_threads(1)
         model = policy.build_model(build_config().policy, tokenizer, seed)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

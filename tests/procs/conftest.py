@@ -10,9 +10,11 @@ from warm_servers import warm_servers
 
 WHOLE_SESSION = ExitStack()
 LONGEST_FIRST = (
-    *("test_islands_jobs.py", "test_islands.py", "test_sdpo_mesh.py", "test_islands_torchft.py"),
-    *("test_run_losses.py", "test_hosts.py", "test_run_training.py", "test_trainer_restart.py"),
-    *("test_inspection.py", "test_launch.py", "test_controller_killed.py", "test_hint_writer.py"),
+    *("test_harbor_examples.py", "test_trl_async.py", "test_sft.py", "test_islands_jobs.py"),
+    *("test_hub.py", "test_islands.py", "test_ablate.py", "test_islands_torchft.py"),
+    *("test_harness_mesh.py", "test_sdpo_mesh.py", "test_run_losses.py", "test_islands_ranks.py"),
+    *("test_trl_equality.py", "test_serve_ranks.py", "test_hanging_reward.py", "test_hosts.py"),
+    *("test_expert_parallel.py", "test_context_parallel.py", "test_launch.py", "test_mistakes.py"),
 )
 """Files with the longest tests, which start first so that all workers end at about one time."""
 

@@ -53,6 +53,7 @@ def test_a_reward_that_holds_the_interpreter_costs_its_own_episodes_alone(
         "schedule.prompts_per_step": 3,
         "schedule.group_size": 2,
         "supervision.restarts": 0,
+        "supervision.rollout_retries": 1,
         "supervision.backoff_s": 0.05,
         "environment.hang_s": 2.0,
         "environment.replicas": 1,

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from live_run import GONE_DEADLINE_S
 from workers import worker
 
 HELPERS = Path(__file__).parent / "helpers"
-GONE_DEADLINE_S = 30.0
 
 LATE_ONCE = """
 import os, sys, time

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from live_run import ENDLESS, launched, wait_until
-from two_hosts import GONE_DEADLINE_S, LEASE_S, hosts_of_actors, on_hosts, until_steps_more
+from live_run import ENDLESS, GONE_DEADLINE_S, launched, wait_until
+from two_hosts import LEASE_S, hosts_of_actors, on_hosts, until_steps_more
 from workers import net, worker
 
 from composer_mesh.mesh.hosts.certificates import make_authority

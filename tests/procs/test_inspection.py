@@ -139,7 +139,7 @@ def test_a_run_can_be_looked_into_and_scaled_and_leaves_nothing_when_it_is_kille
         "pool_resized",
     ]
     run.process.wait()
-    wait_until(lambda: not run.living(), "end of every process", 10.0)
+    wait_until(lambda: not run.living(), "end of every process", STOPPED_DEADLINE_S)
     done = composer_mesh("tree", place)
     assert done.returncode == 1
     assert "this is what the run itself reported last" in done.stdout

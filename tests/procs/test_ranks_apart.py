@@ -10,6 +10,7 @@ from typing import Any
 
 import learning
 import pytest
+from surroundings import NEEDS_IPV6
 from torch import distributed as dist
 
 from composer_mesh.actors.models.ranks import Ranks, open_store
@@ -70,7 +71,7 @@ async def test_ranks_of_one_other_host_meet_there(host: MeshHost, tmp_path: Path
     assert await ranks.load(tmp_path / "policy") == 0
 
 
-@pytest.mark.parametrize("address", ["127.0.0.3", "::1"])
+@pytest.mark.parametrize("address", ["127.0.0.3", pytest.param("::1", marks=NEEDS_IPV6)])
 def test_ranks_meet_on_the_address_of_their_host_and_on_no_other(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_run import GONE_DEADLINE_S
 from tensor_actors import BytesActor, TiedModel, WeightsActor
 
 from composer_mesh.configs.weights import WeightTransport
@@ -102,7 +103,7 @@ async def test_a_killed_publisher_leaves_nothing_and_nobody_waits_for_it(host: M
     read = await trainer.call("publish", 2, 0.5, Transport("rdma"))
     await generator.call("pull", shared)
     os.kill(trainer.pid, signal.SIGKILL)
-    assert await wait_gone(trainer.pid, 10)
+    assert await wait_gone(trainer.pid, GONE_DEADLINE_S)
     assert names_in(Path("/dev/shm")) <= before
     values = await generator.call("pull", shared)  # it has the memory, which outlives its maker
     assert values["embed.weight"] == [0.25]

@@ -42,9 +42,9 @@ ENDLESS = {"run.steps": 1000, "eval.episodes": 2, "replay.actors": 1}
 
 RUN_DEADLINE_S = 240.0
 """Of a whole run, its warm start included, on a machine that is busy with other things."""
-END_DEADLINE_S = 30.0
+END_DEADLINE_S = 90.0
 """From the event that ends a run to its last process."""
-GONE_DEADLINE_S = 5.0
+GONE_DEADLINE_S = 30.0
 """From the end of the command to that of the last process it started."""
 POLL_S = 0.02
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from live_run import ENDLESS, LiveRun, can_read_stacks, composer_mesh, launched
+from live_run import ENDLESS, GONE_DEADLINE_S, LiveRun, can_read_stacks, composer_mesh, launched
 from run_workers import Worker, worker
 from shared_runs import own_temporary_folder, steps
 from side_by_side import SideBySide
@@ -21,8 +21,6 @@ from composer_mesh.mesh.hosts.certificates import make_authority
 from composer_mesh.mesh.private_folder import remove_abandoned
 
 LEASE_S = 8.0
-GONE_DEADLINE_S = 30.0
-"""From the end of the controller to that of the last process on any host."""
 
 
 @dataclass

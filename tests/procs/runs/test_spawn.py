@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from echo_actors import Bad, EchoActor
+from live_run import GONE_DEADLINE_S
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.config import configure, get_global_config
 
@@ -115,21 +116,21 @@ async def test_work_that_stands_still_ends_with_its_last_progress_and_has_twice_
     host: MeshHost, events: Events
 ) -> None:
     """The work takes longer than its deadline before it stands still."""
-    host.deadlines.most = 5
+    host.deadlines.most = 10
     actor = await host.spawn("echo-0", EchoActor)
-    for bound in ("1", "2"):
+    for bound in ("2", "4"):
         with pytest.raises(
             DeadlineExceeded,
             match=rf"echo-0\.work made no progress for {bound} s \(last progress: part 8 of 9, ",
         ):
-            await actor.call("work", 8, 0.2, deadline_s=1.0)
+            await actor.call("work", 8, 0.3, deadline_s=2.0)
     first, second = events
     assert first == (
         "deadline_doubled",
         "echo-0",
-        "work: no progress within 1 s, so the next one has 2 s",
+        "work: no progress within 2 s, so the next one has 4 s",
     )
-    assert second[2] == "work: no progress within 2 s, so the next one has 4 s"
+    assert second[2] == "work: no progress within 4 s, so the next one has 8 s"
 
 
 async def test_what_a_dead_actor_started_is_gone_when_it_is_stopped(host: MeshHost) -> None:
@@ -140,7 +141,7 @@ async def test_what_a_dead_actor_started_is_gone_when_it_is_stopped(host: MeshHo
     await actor.death
     assert is_alive(child)
     await host.stop(actor)
-    assert await wait_gone(child, 5)
+    assert await wait_gone(child, GONE_DEADLINE_S)
 
 
 async def test_a_stopped_process_is_a_hang_and_then_a_death(host: MeshHost, events: Events) -> None:
@@ -152,7 +153,7 @@ async def test_a_stopped_process_is_a_hang_and_then_a_death(host: MeshHost, even
     with pytest.raises(ActorDied, match="echo-0 died: it gave no answer within 2 s and was killed"):
         await held
     assert [event[:2] for event in events] == [("actor_hung", "echo-0"), ("actor_died", "echo-0")]
-    assert await wait_gone(actor.pid, 5)
+    assert await wait_gone(actor.pid, GONE_DEADLINE_S)
     again = await host.spawn("echo-0.2", EchoActor, policy=FaultPolicy.OWNER)
     os.kill(again.pid, signal.SIGSTOP)
     assert again.death is not None

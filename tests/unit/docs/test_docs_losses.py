@@ -124,8 +124,9 @@ def test_every_public_function_is_in_the_guide() -> None:
 
 
 def test_the_error_in_the_guide_is_the_one_that_check_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     shown = GUIDE.blocks("text")[0].splitlines()
     head = ["from composer_mesh import LossInputs, LossOutputs", "", ""]
     source = [*head, "def my_loss(inputs: LossInputs) -> LossOutputs:", shown[1]]

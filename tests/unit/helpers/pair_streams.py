@@ -168,6 +168,6 @@ def ids(pairs: Sequence[PreferencePair]) -> list[str]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Turns of the loop until it is true; filters work in threads, so turns are not counted."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  what is awaited is a row of a file
             await asyncio.sleep(0.001)

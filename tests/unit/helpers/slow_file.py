@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 """What a loop that stands still is given before the file opens all the same."""
 
 

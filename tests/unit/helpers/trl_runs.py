@@ -129,7 +129,6 @@ def make_trainer(
     )
     from composer_mesh.plugins.frameworks.trl.trainer import ComposerGRPOTrainer
 
-    torch.set_num_threads(1)
     rollouts = TaskRollouts(task, tokenizer, max_context=longest)
     script = Script(scripted_answers(task, rollouts.chat))
     base = base or (GRPOTrainer if plain else ComposerGRPOTrainer)

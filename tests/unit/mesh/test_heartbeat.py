@@ -55,7 +55,7 @@ class HeardAtEveryLook(LastAnswer):
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])
 async def test_an_actor_is_silent_at_its_first_unanswered_question(error: Exception | None) -> None:
     actor = Asked(answers=3, error=error)
-    await asyncio.wait_for(wait_until_silent(actor.describe, RULES, LastAnswer()), 5)
+    await wait_until_silent(actor.describe, RULES, LastAnswer())
     assert actor.questions == 4
 
 
@@ -114,7 +114,7 @@ async def test_an_actor_that_answers_others_is_not_asked() -> None:
 async def test_an_actor_is_asked_again_once_its_last_word_is_old() -> None:
     actor, last = Asked(answers=0), LastAnswer()
     last.record_answer()
-    await asyncio.wait_for(wait_until_silent(actor.describe, RULES, last), 5)
+    await wait_until_silent(actor.describe, RULES, last)
     assert actor.questions == 1
 
 

@@ -58,7 +58,7 @@ async def test_the_end_of_a_process_ends_the_waiting(
     await asyncio.sleep(0)
     assert not waiting.done()
     kill(sleeper.pid)
-    assert await asyncio.wait_for(waiting, 20)
+    assert await waiting
 
 
 @pytest.mark.parametrize("wait", [wait_gone, _look_until_gone])
@@ -116,7 +116,7 @@ def test_what_a_process_uses_is_told_while_it_is_there() -> None:
 async def test_a_child_that_was_killed_is_said_to_have_been(sleeper: Process) -> None:
     waiting = asyncio.ensure_future(end_of_child(sleeper.pid))
     kill(sleeper.pid)
-    said = await asyncio.wait_for(waiting, 20)
+    said = await waiting
     # asyncio collects its children too, and may have been first
     assert said in ("its process failed: Killed(sig=9)", None)
 
@@ -128,7 +128,7 @@ def test_a_child_that_ends_is_left_for_others_to_collect() -> None:
 
 
 async def test_nothing_is_said_of_a_process_that_is_no_child() -> None:
-    assert await asyncio.wait_for(end_of_child(1), 20) is None
+    assert await end_of_child(1) is None
 
 
 async def test_what_a_killed_process_has_started_in_its_group_ends_with_it() -> None:

@@ -75,7 +75,6 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def model() -> Any:
     """A model of which optimizer and scores take most, with few tokens."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES))
 

@@ -346,6 +346,7 @@ def test_functions_of_a_named_folder_are_shown_and_found_by_the_processes_of_the
 ) -> None:
     loss = overrides("loss", "users_functions.loss", "loss.kwargs={scale=2.0}")
     advantage = overrides("advantage", "users_functions:advantage", "advantage.kwargs.scale=3.0")
+    before = [*sys.path]
     assert main(["check", str(QUICKSTART), *loss, *advantage]) == 0
     out = capsys.readouterr().out
     assert 'import_path = "users_functions.loss"' in out
@@ -355,8 +356,8 @@ def test_functions_of_a_named_folder_are_shown_and_found_by_the_processes_of_the
     assert main(["check", str(QUICKSTART), *overrides("loss", "users_functions.loss")]) == 0
     capsys.readouterr()
     assert os.environ[IMPORT_PATHS].split(os.pathsep) == ["/elsewhere", str(folder)]
+    assert sys.path[: len(before)] == before
     assert sys.path.count(str(folder)) == 1
-    assert sys.path[-1] == str(folder)
 
 
 def test_without_custom_functions_import_paths_stay_as_they_are(

@@ -206,7 +206,7 @@ def test_an_island_back_from_before_what_is_kept_takes_the_newest_weights() -> N
 
 def test_weights_of_nan_are_never_sent_and_are_replaced() -> None:
     store = MemoryStore()
-    runs = [Run(n, island_config(n, 2, deadline_s=0.5), store, 4) for n in (0, 1)]
+    runs = [Run(n, island_config(n, 2, deadline_s=2.0), store, 4) for n in (0, 1)]
     for run in runs:
         run.open()
     for _ in range(3):

@@ -38,7 +38,6 @@ SHARDED = [(name, sharding) for sharding in KINDS for name in NAMES]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("optimizers") / "policy"
 
 

@@ -43,7 +43,6 @@ def small(build_config: Any, tmp_path: Path) -> Prepare:
             "warm_start": {**SMALL, **(warm or {})},
             **sections.pop("policy", {}),
         }
-        torch.set_num_threads(1)
         return build_config(policy=policy, **sections)
 
     return build

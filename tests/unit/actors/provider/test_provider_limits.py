@@ -66,6 +66,7 @@ async def test_a_retry_after_beyond_the_total_is_not_waited_for() -> None:
     assert (failure.retry_after_s, len(script.requests)) == (3600.0, 1)
 
 
+@in_simulated_time
 async def test_a_hang_ends_at_the_total_timeout() -> None:
     async def hang(request: httpx.Request) -> httpx.Response:
         await asyncio.Event().wait()
@@ -79,6 +80,7 @@ async def test_a_hang_ends_at_the_total_timeout() -> None:
             await c.complete(TEACHER, ASK, TOOLS, seed=0)
 
 
+@in_simulated_time
 async def test_a_slow_drip_ends_at_the_total_timeout() -> None:
     class Drip(httpx.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -329,6 +331,7 @@ async def test_a_question_that_waits_for_its_minute_waits_for_a_later_wish_too()
     assert times == [0, 120]
 
 
+@in_simulated_time
 async def test_a_patient_job_does_not_wait_longer_for_an_answer() -> None:
     timeouts, transport = Timeouts(0.05, line_s=float("inf")), httpx.MockTransport(Busy())
     teacher = TeacherEndpoint("t", "https://x.test", "m")

@@ -326,6 +326,7 @@ async def test_a_question_cancelled_while_it_reserves_costs_nothing(
     assert (meter.run, asked.is_set()) == (Account(requests=1), False)
 
 
+@in_simulated_time
 async def test_a_slow_meter_does_not_lose_an_answer_that_is_paid() -> None:
     meter = Stuck()
     meter.gate.set()

@@ -55,7 +55,7 @@ async def test_a_new_step_takes_back_what_the_steps_before_still_held() -> None:
     slots = SlotPool(2, 64)
     await slots.acquire(0)
     await slots.acquire(0)
-    await asyncio.wait_for(slots.acquire(1), 1)
+    await slots.acquire(1)
     assert slots.held == 1
 
 
@@ -108,7 +108,7 @@ async def test_a_waiter_that_is_cancelled_holds_nothing() -> None:
     waiting.cancel()
     await turns()
     await slots.release(first)
-    await asyncio.wait_for(slots.acquire(0), 1)
+    await slots.acquire(0)
 
 
 async def test_what_is_forgotten_is_free_for_any_step_again() -> None:
@@ -170,7 +170,7 @@ async def test_there_is_room_for_so_many_microbatches_ahead_of_the_thread() -> N
     order = [4, 1, 7, 2]
     output_buffer = TeacherOutputBuffer({micro: [0] for micro in order})
     for micro in order[:AHEAD]:
-        await asyncio.wait_for(output_buffer.wait_for_capacity(micro), 1)
+        await output_buffer.wait_for_capacity(micro)
     waiting = [
         asyncio.create_task(output_buffer.wait_for_capacity(micro)) for micro in order[AHEAD:]
     ]
@@ -179,7 +179,7 @@ async def test_there_is_room_for_so_many_microbatches_ahead_of_the_thread() -> N
         assert [task.done() for task in waiting] == [n < place for n in range(len(waiting))]
         output_buffer.deliver(micro, 0, rows(0))
         await asyncio.to_thread(output_buffer.take, micro)
-        await asyncio.wait_for(waiting[place], 1)
+        await waiting[place]
 
 
 async def test_a_choice_reaches_everybody_who_asks_for_it() -> None:
@@ -216,7 +216,7 @@ async def test_losing_the_signals_wakes_everybody() -> None:
         with pytest.raises(
             TeacherOutputsLost, match="without its SDPO signals: the teacher is gone"
         ):
-            await asyncio.wait_for(task, 5)
+            await task
     for late in (
         output_buffer.wait_for_capacity(0),
         output_buffer.choice(0),

@@ -24,7 +24,7 @@ def test_how_a_child_has_ended_is_recorded_by_its_parent(tmp_path: Path) -> None
         "statuses = ExitStatuses(pathlib.Path(sys.argv[1]))\n"
         "threading.Thread(target=statuses.keep, daemon=True).start()\n"
         "child = subprocess.Popen(['sh', '-c', 'read line; exit 7'], stdin=subprocess.PIPE)\n"
-        "time.sleep(1)\n"
+        "while not statuses.recorded_ns(child.pid): time.sleep(0.01)\n"
         "print(child.pid, flush=True)\n"
         "child.stdin.close()\n"  # nobody may collect it before its end is noted
         "while statuses.of(child.pid) is None: time.sleep(0.01)\n"

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +231,6 @@ def test_auto_takes_shared_memory_on_one_host_and_one_sided_reads_elsewhere() ->
 @pytest.mark.parametrize("name", ["shm", "rdma", "disk"])
 def test_what_is_asked_for_is_taken(name: Any) -> None:
     assert str(choose(WeightsConfig(transport=name))) == f"{name} (as weights.transport says)"
-
-
-@pytest.mark.skipif(find_spec("torchstore") is not None, reason="torchstore is installed")
-def test_torchstore_that_is_missing_is_named_with_the_command_that_installs_it() -> None:
-    with pytest.raises(TransportUnavailable, match=r"not installed.*--no-deps torchstore==0\.1\.2"):
-        choose(WeightsConfig(transport="torchstore"))
 
 
 def test_half_precision_is_published_where_everybody_serves_it(build_config: Any) -> None:

@@ -314,7 +314,7 @@ async def test_generators_alone_leave_nothing_under_way_when_they_are_stopped(
     world = Hanging(world.task, world.chat, seed=1)
     alone = RolloutsOnly(config, world.task, rollouts_of(world, config), world, lambda _: None)
     task = asyncio.create_task(alone.run())
-    await asyncio.wait_for(world.begun.wait(), 10)
+    await world.begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -153,11 +153,12 @@ def test_what_a_run_could_not_use_is_refused_with_its_line_and_the_repair(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("endless", "did not return within 1 s"), ("ends", "status 3")]
+    ("name", "limit_s", "said"),
+    [("endless", 1.0, "did not return within 1 s"), ("ends", 60.0, "status 3")],
 )
 def test_a_function_that_never_returns_or_ends_its_process_is_refused(
-    build_config: Build, name: str, said: str
+    build_config: Build, name: str, limit_s: float, said: str
 ) -> None:
-    config = build_config(**loss(name), supervision={"custom_function_s": 1.0})
+    config = build_config(**loss(name), supervision={"custom_function_s": limit_s})
     with pytest.raises(CustomFunctionError, match=rf"'tried_losses\.{name}'.*{said}"):
         try_custom_functions(config)
