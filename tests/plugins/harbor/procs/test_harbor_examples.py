@@ -106,13 +106,12 @@ def test_check_plays_the_oracle_and_an_empty_answer_of_every_task(folder: Path) 
 async def test_planted_rewards_and_a_background_writer_solve_no_task(
     folder: Path, containers: Any
 ) -> None:
-    """In every third task; `test_harbor_attacks.py` has the other attacks."""
     task = loaded(folder, containers)
-    names = sorted(one.name for one in (folder / "tasks").iterdir() if one.is_dir())[::3]
+    names = sorted(one.name for one in (folder / "tasks").iterdir() if one.is_dir())
     attack = bash(f"{PLANT}; (while :; do {PLANT}; done) > /dev/null 2>&1 &")
     gathered = await asyncio.gather(*(played(task, n, [attack, "done"]) for n in names))
     assert {name: reward for name, (reward, _) in zip(names, gathered, strict=True) if reward} == {}
-    assert len(names) == 10
+    assert len(names) == 30
 
 
 async def test_a_server_in_the_container_keeps_its_state_between_calls(
