@@ -103,8 +103,9 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory(prefix="trl_equality-") as folder:
-            how = (QUICK_STEPS, QUICK_WARM_START) if given.quick else (STEPS, WARM_START)
-            report.ratios["distance"] = compared(*how, Path(folder))
+            steps = QUICK_STEPS if given.quick else STEPS
+            warm_start = QUICK_WARM_START if given.quick else WARM_START
+            report.ratios["distance"] = compared(steps, warm_start, Path(folder))
     report.finish(given.json)
 
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-TERMINAL = {"COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "TTY_COMPATIBLE"}
+TERMINAL = {"COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "TERM", "TTY_COMPATIBLE"}
 
 
 def forget_surroundings() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from guides import ROOT, Guide, as_a_run, names_in_code
+from guides import ROOT, Guide, as_a_run
 
 from composer_mesh.configs.schema import ScheduleConfig
 from composer_mesh.rollouts import window
@@ -22,8 +22,7 @@ def test_the_block_shows_every_key_of_its_section() -> None:
             assert f"default {field.default}" in block
 
 
-def test_every_name_on_the_page_exists() -> None:
-    assert PAGE.names() - names_in_code() == set()
+def test_every_file_on_the_page_exists() -> None:
     for path in re.findall(r"(?:benchmarks|rollouts|services|tests)/[\w/]+\.py", PAGE.text):
         assert (ROOT / path).exists(), path
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guides import Guide, names_in_code
+from guides import Guide
 from stored_runs import short_run
 
 from composer_mesh.services.cli import main
@@ -22,10 +22,6 @@ async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build_config: A
     await short_run(tmp_path / "runs" / "quickstart", build_config())
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_every_name_on_the_page_exists() -> None:
-    assert PAGE.names() - names_in_code() == set()
 
 
 async def test_the_block_of_python_reads_a_run(

@@ -62,18 +62,11 @@ pathlib.Path(sys.argv[1]).touch()
 """
 
 
-@pytest.fixture
-def umask() -> Iterator[None]:
-    """The umask of a shell that lets everybody read, and that of the tests afterwards."""
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
 @pytest.mark.parametrize(("chosen", "mode"), [(None, 0o600), (GROUP_UMASK, 0o640)])
 def test_what_a_run_writes_is_its_users_unless_the_user_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: None, chosen: str | None, mode: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, mode: int
 ) -> None:
+    os.umask(0)  # as a shell that lets everybody read has it
     monkeypatch.delenv(UMASK, raising=False)
     set_umask(chosen)
     (tmp_path / "own").touch()

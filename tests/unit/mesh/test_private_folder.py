@@ -73,11 +73,8 @@ def end(process: subprocess.Popen[str], with_signal: int | None = None) -> None:
 
 
 def test_only_its_user_can_look_into_it_whatever_the_umask_until_its_owner_ends(base: Path) -> None:
-    before = os.umask(0)
-    try:
-        process, folder = start_owner()
-    finally:
-        os.umask(before)
+    os.umask(0)
+    process, folder = start_owner()
     assert folder.parent == base
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "owner").stat().st_mode & 0o777 == 0o600

@@ -106,12 +106,9 @@ def test_a_host_certificate_cannot_sign_another_host(authority: Path, tmp_path: 
 
 
 def test_keys_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        make_authority(tmp_path / ".tls")
-        env = tls_environment(tmp_path / ".tls", tmp_path / "own", HOSTS)
-    finally:
-        os.umask(before)
+    os.umask(0)
+    make_authority(tmp_path / ".tls")
+    env = tls_environment(tmp_path / ".tls", tmp_path / "own", HOSTS)
     modes = {
         path: stat.S_IMODE(path.stat().st_mode)
         for path in (tmp_path / ".tls", tmp_path / "own", *tmp_path.glob("*/*"))
