@@ -18,8 +18,8 @@ MESSAGES = [row.strip("`") for row in ROWS if row.startswith("`")]
 
 @cache
 def source() -> str:
-    """All text of the core, with the strings that continue on the next line joined."""
-    folders = ("actors", "configs", "mesh", "planning", "rollouts", "services", "tasks")
+    """All text of the package, with the strings that continue on the next line joined."""
+    folders = ("actors", "configs", "mesh", "planning", "rollouts", "services", "tasks", "plugins")
     texts = [one.read_text() for folder in folders for one in sorted((ROOT / folder).rglob("*.py"))]
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))
 

@@ -131,7 +131,7 @@ def test_traces_without_a_run_need_teachers() -> None:
 
 def test_a_task_that_nobody_knows_is_refused_with_its_name() -> None:
     config = offline_config(known(task="chess"), "a/one,b/two", (), 1.0)
-    with pytest.raises(UnusableTask, match=r"data\.task is 'chess': write"):
+    with pytest.raises(UnusableTask, match=r"data\.task is 'chess', but .*: write"):
         make_task(config)
 
 
