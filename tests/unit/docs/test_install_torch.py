@@ -106,7 +106,8 @@ def test_without_a_gpu_the_cpu_build_is_installed_and_kept_when_one_appears(tmp_
         }
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         code = "from importlib.metadata import version; print(version('torch'))"
-        listed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+        # Isolated: PYTHONPATH may name where the torch of these tests is.
+        listed = subprocess.run([python, "-Ic", code], capture_output=True, text=True, check=True)
         return listed.stdout.strip(), done.stdout
 
     version, printed = install()
