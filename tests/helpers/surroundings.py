@@ -8,10 +8,11 @@ import socket
 import pytest
 
 TERMINAL = {"COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "TERM", "TTY_COMPATIBLE"}
+HUB = {"HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN"}
 
 
 def forget_surroundings() -> None:
-    """Give this process, and those that it starts, no terminal, no proxy and the usual umask.
+    """Give this process, and those that it starts, no terminal, proxy or hub and the usual umask.
 
     Each has one thread for computing, as a run's placement has it on a small machine: sums of more
     threads have other last bits.
@@ -19,7 +20,7 @@ def forget_surroundings() -> None:
     os.umask(0o022)
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     for name in [*os.environ]:
-        if name in TERMINAL or name.lower().endswith("_proxy"):
+        if name in TERMINAL | HUB or name.lower().endswith("_proxy"):
             del os.environ[name]
 
 
