@@ -52,8 +52,9 @@ class OpenSession:
 
     @property
     def turns(self) -> int:
-        """Number of recorded turns, with the one whose step is under way."""
-        return len(self.record.turns) + (self.step is not None and not self.step.done())
+        """Number of recorded turns, with the one whose step is under way; an agent has many."""
+        stepping = self.step is not None and not self.step.done() and not self.record.agent
+        return len(self.record.turns) + stepping
 
     async def result(self, call: asyncio.Task[T]) -> T:
         """Wait for one of its calls. Cancelled, it cancels the call, unless its caller is dead."""
@@ -76,9 +77,9 @@ class EnvironmentActor(MeshActor):
     rollouts -- action text --> EnvironmentActor -- messages, error site, outcome --> rollouts
     EnvironmentActor <-- questions of rewards, answers --> judges
 
-    One call per session at a time. A call that blocks the task's event loop fails, and so does one
-    that holds or ends the process, which is started again; other sessions that are lost with it are
-    played again, through no fault of theirs.
+    One call per session at a time, except those that record. A call that blocks the task's event
+    loop fails, and so does one that holds or ends the process, which is started again; other
+    sessions that are lost with it are played again, through no fault of theirs.
 
     A session outlives its rollout worker with the record of its episode: another worker adopts it
     within `adoption_s` seconds. A step under way, or the scoring, continues meanwhile.
@@ -128,15 +129,24 @@ class EnvironmentActor(MeshActor):
         return await self._anywhere("score_group", episode, group)
 
     @concurrent_endpoint
-    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        """Open a new session; return the initial messages."""
+    async def begin(self, session_id: str, episode: Episode, agent: bytes = b"") -> list[Message]:
+        """Open a session; return the initial messages.
+
+        With the keys of an `agent` its answers are recorded. A session that was adopted continues,
+        by the row of this episode.
+        """
+        if session_id in self._sessions:
+            one = self._open(session_id)
+            if one.end is None:  # otherwise nothing plays in it any more
+                await self._call(one.process, "replace_row", session_id, episode)
+            return one.record.messages
         process = await self._running()
         try:
             messages: list[Message] = await self._call(process, "begin", session_id, episode)
         except BaseException:
             self._forget(process, session_id)  # it may have started there
             raise
-        record = EpisodeRecord(messages)
+        record = EpisodeRecord(messages, agent=agent)
         self._sessions[session_id] = OpenSession(process, current_caller.get(), record)
         process.episodes[session_id] = episode
         self._count()
@@ -146,23 +156,40 @@ class EnvironmentActor(MeshActor):
     async def adopt(self, session_id: str) -> EpisodeRecord | None:
         """Give a dead caller's session to this one; return its record, None where it is not open.
 
-        Waits for its step under way, and raises the error of that.
+        Waits for its step under way, and raises the error of that; not where an agent plays.
         """
         one = self._sessions.get(session_id)
         if one is None or one.expiry is None:
             return None
         one.expiry.cancel()
         one.expiry, one.caller = None, current_caller.get()
-        if one.step is not None:
+        if one.step is not None and not one.record.agent:
             await one.result(one.step)
         return one.record
 
     @concurrent_endpoint
-    async def step(self, session_id: str, text: str, turn: bytes = b"") -> StepResult:
-        """Execute an action; record its pickled turn, if it is given."""
+    async def record(self, session_id: str, answer: bytes) -> None:
+        """Record a pickled answer to the agent of a session."""
+        self._open(session_id).record.turns.append(answer)
+
+    @concurrent_endpoint
+    async def sent(self, session_id: str, answer: str, received: bool) -> None:
+        """Record whether an agent has received an answer; does nothing after its session."""
+        if session_id in self._sessions:
+            self._sessions[session_id].record.sent[answer] = received
+
+    @concurrent_endpoint
+    async def step(
+        self, session_id: str, text: str, turn: bytes = b"", again: bool = False
+    ) -> StepResult:
+        """Execute an action; record its pickled turn, if it is given.
+
+        `again` returns the result of the last step instead, if there was one. Waits for its end.
+        """
         one = self._open(session_id)
-        one.step = asyncio.create_task(self._stepped(one, session_id, text, turn))
-        one.step.add_done_callback(heard)
+        if one.step is None or not again:
+            one.step = asyncio.create_task(self._stepped(one, session_id, text, turn))
+            one.step.add_done_callback(heard)
         return await one.result(one.step)
 
     @concurrent_endpoint

@@ -88,8 +88,6 @@ class RolloutActor(MeshActor):
             self._generation.routing.begin(sample.group)
         player = self._players[sample.episode.task]
         try:
-            if isinstance(player, WorkflowPlayer):
-                return await player.play(sample, session)
             return await player.play(sample, session, home)
         finally:
             self._ended(sample, session)

@@ -51,6 +51,10 @@ class CapturedTurn:
         turns = [node.turn for node in self.line()]
         return [token for turn in turns for token in (*turn.context_ids, *turn.action_ids)]
 
+    def conversation(self) -> list[Message]:
+        """Return the messages from the beginning of the segment up to this answer."""
+        return [message for node in self.line() for message in (*node.new_messages, node.answer)]
+
     def deliver(self) -> None:
         """Mark this turn, and those before it, as received by the client."""
         node: CapturedTurn | None = self
@@ -118,8 +122,8 @@ class TurnTree:
 
 
 def _trajectory(line: list[CapturedTurn], trained: list[bool]) -> CapturedTrajectory:
-    messages = [message for node in line for message in (*node.new_messages, node.answer)]
-    return CapturedTrajectory([node.turn for node in line], trained, messages, line[-1].tools)
+    turns, leaf = [node.turn for node in line], line[-1]
+    return CapturedTrajectory(turns, trained, leaf.conversation(), leaf.tools)
 
 
 class PrefixIndex:

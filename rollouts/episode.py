@@ -32,13 +32,16 @@ class EpisodeRecord:
     """What an environment keeps of a session's episode, so that another worker can continue it.
 
     `messages` are those that the policy reads next, `turns` are pickled; after the last step of the
-    episode it is `done`.
+    episode it is `done`. Where an agent behind an endpoint plays, `agent` has the keys of that, the
+    turns are its answers, and `sent` says of an answer whether the agent got it.
     """
 
     messages: list[Message]
     turns: list[bytes] = field(default_factory=list)
     sites: list[ErrorSite] = field(default_factory=list)
     done: bool = False
+    agent: bytes = b""
+    sent: dict[str, bool] = field(default_factory=dict)
 
     def add(self, turn: bytes, step: StepResult) -> None:
         """Add a turn and the result of its action."""
@@ -174,8 +177,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Played:
-    """A finished episode's trace; the requests of its last worker had `prompt_tokens`, of which
-    `cached_tokens` were not computed again.
+    """A finished episode's trace; its requests had `prompt_tokens`, of which `cached_tokens` were
+    not computed again. Without an agent they are those of its last worker.
 
     A workflow's generators have sampled `sampled_tokens` for it, in its trace or not.
     """

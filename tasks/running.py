@@ -97,6 +97,10 @@ class RunningEpisode:
         """The episode with its row."""
         return self._session.episode
 
+    def replace_row(self, episode: Episode) -> None:
+        """Give the session an episode with another row, which it reads from then on."""
+        self._session.episode = episode
+
     @property
     def messages(self) -> list[Message]:
         """The conversation so far."""

@@ -35,7 +35,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from composer_mesh.configs.user_code import imported
 from composer_mesh.rollouts.generation import GenerationResult
@@ -212,6 +212,14 @@ class Workflow:
 
     Keyword arguments of the subclass are set by `rollouts.options`. One object plays many episodes
     at once, so `run` keeps what belongs to an episode in local variables.
+    """
+
+    resumable: ClassVar[bool] = False
+    """Whether `run` may start again on another rollout worker after the death of its own.
+
+    It opens one agent, whose program runs in the session that it opens next and uses nothing else
+    of the engine. The agent has all its answers then, the session is as it was, and the first step
+    is the last one of the dead worker, under way or ended.
     """
 
     def check_task(self, task: Task) -> None:

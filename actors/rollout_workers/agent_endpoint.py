@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 
 from composer_mesh.actors.rollout_workers.agent_episode import (
     AgentEpisode,
+    AnswerLog,
     EpisodeEnded,
     Exchange,
     NoRoomForAnswer,
@@ -128,16 +129,26 @@ class AgentEndpoint:
         await self.close()
 
     @asynccontextmanager
-    async def episode(self, sample: Sample, sampling: Sampling) -> AsyncIterator[AgentEpisode]:
+    async def episode(
+        self, sample: Sample, sampling: Sampling, log: AnswerLog | None = None
+    ) -> AsyncIterator[AgentEpisode]:
         """Serve one attempt at a sample until the context ends, which ends its requests.
 
-        Every answer is sampled with `sampling`, whatever a request asks for.
+        Every answer is sampled with `sampling`, whatever a request asks for. With a `log` it is
+        recorded; a record that another worker has left is continued, under the same keys.
         """
         server = self._server
         if server is None:
             raise RuntimeError("the endpoint does not serve: call start first")
-        episode = AgentEpisode(self._format, self._generation, sample, sampling, self._retry_wait_s)
-        token, episode.api_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        ports = self._format, self._generation
+        episode = AgentEpisode(*ports, sample, sampling, self._retry_wait_s, log)
+        keys = f"{secrets.token_urlsafe(32)} {secrets.token_urlsafe(32)}"
+        if log is not None:
+            if log.record is not None:
+                keys = log.record.agent.decode()
+                await episode.restore(log.record)
+            log.agent = keys.encode()
+        token, episode.api_key = keys.split()
         episode.base_url = f"{server.origin}/e/{token}/v1"
         server.episodes[token] = episode
         try:
@@ -339,9 +350,11 @@ There = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
 class CapturedAgent:
     """An agent's endpoint in one episode, opened by `async with` on a workflow's event loop."""
 
-    def __init__(self, endpoint: AgentEndpoint, sample: Sample, there: There) -> None:
-        """The endpoint is started when an agent first needs it."""
-        self._endpoint, self._sample, self._there = endpoint, sample, there
+    def __init__(
+        self, endpoint: AgentEndpoint, sample: Sample, there: There, log: AnswerLog | None = None
+    ) -> None:
+        """The endpoint is started when an agent first needs it. Answers are recorded in a `log`."""
+        self._endpoint, self._sample, self._there, self._log = endpoint, sample, there, log
         self._cleanup = AsyncExitStack()
         self._opened: AgentEpisode | None = None
         self.base_url = self.api_key = ""
@@ -418,7 +431,7 @@ class CapturedAgent:
 
     async def _open(self) -> AgentEpisode:
         endpoint = await self._endpoint.start()
-        opening = endpoint.episode(self._sample, self._sample.sampling)
+        opening = endpoint.episode(self._sample, self._sample.sampling, self._log)
         return await self._cleanup.enter_async_context(opening)
 
 

@@ -2,24 +2,35 @@
 
 A request that is sent again, because its connection was lost, gets the answer of the first one. All
 methods are for the event loop of the rollout worker. Nothing here knows HTTP.
+
+Each answer is recorded before it is sent, where there is an `AnswerLog`: another worker restores
+the episode from it. Requests that were not answered are sampled again, by the same names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 from composer_mesh.mesh.waiting import cancel_and_wait, together
 from composer_mesh.rollouts.captured_episode import CapturedEpisode, CaptureFormat
 from composer_mesh.rollouts.captured_turns import CapturedPrompt, CapturedTrajectory, CapturedTurn
 from composer_mesh.rollouts.chat import encoded
-from composer_mesh.rollouts.episode import Generation, Sample, Sampling, seed_of
+from composer_mesh.rollouts.episode import (
+    EpisodeRecord,
+    Generation,
+    Sample,
+    Sampling,
+    seed_of,
+)
 from composer_mesh.rollouts.generation import GenerationRequest, GenerationResult, tokens_of
 from composer_mesh.rollouts.traces import Message
 
@@ -68,15 +79,63 @@ class Ask:
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    inherited_from: int | None = None
+    """The message from which on a later request may inherit the conversation, by its name."""
+
+
+@dataclass
+class AnswerLog:
+    """Where answers are recorded, each with its name, and the record of a worker that has died.
+
+    `keep` returns once an answer is recorded; `sent` says whether the agent has received it.
+    """
+
+    keep: Callable[[bytes], Awaitable[None]]
+    sent: Callable[[str, bool], None]
+    record: EpisodeRecord | None = None
+    agent: bytes = b""
+    """The keys of the episode's endpoint."""
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """A sampled answer; `parent` is the number of the request of its parent.
+
+    Its prompt has no ids of other turns. `tools` are None where they are those of the turn that was
+    recorded before.
+    """
+
+    parent: int | None
+    prompt: CapturedPrompt
+    tools: list[dict[str, Any]] | None
+    question: Question
+    result: GenerationResult
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """An answered request, or the `error` of one that could not be answered."""
+
+    key: SessionKey
+    name: str
+    inherited_from: int | None
+    stops: tuple[str, ...]
+    turns: list[RecordedTurn]
+    tokens: Counter[str]
+    error: str = ""
+
+
+class AnswerLost(Exception):
+    """A request that another worker, which has died, could not answer."""
 
 
 @dataclass(eq=False)
 class Exchange:
     """A request and its answers, which several connections may wait for after a retry."""
 
-    sampling: asyncio.Task[list[CapturedTurn]]
+    sampling: asyncio.Future[list[CapturedTurn]]
     captured: CapturedEpisode
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str
     created: int = field(default_factory=lambda: int(time.time()))
     listeners: int = 0
     delivered: bool = False
@@ -105,11 +164,17 @@ class AgentEpisode:
         sample: Sample,
         sampling: Sampling,
         retry_wait_s: float,
+        log: AnswerLog | None = None,
     ) -> None:
         """A request whose connection is lost is cancelled after `retry_wait_s` without a retry."""
         self._generation, self._sample, self._sampling = generation, sample, sampling
         self._chat, self._retry_wait_s = format.chat, retry_wait_s
-        self._format = format
+        self._format, self._log = format, log
+        self._numbers: Iterator[int] = count()
+        """Of requests to generators; those that a dead worker has not answered come first."""
+        self._numbers_of: dict[CapturedTurn, int] = {}
+        self._tools: list[dict[str, Any]] = []
+        """Those of the last recorded answer."""
         self._captured: dict[str, CapturedEpisode] = {}
         self._exchanges: defaultdict[SessionKey, list[Exchange]] = defaultdict(list)
         self._failures: dict[SessionKey, Exception] = {}
@@ -122,7 +187,21 @@ class AgentEpisode:
         self.base_url = self.api_key = ""
         """Where an agent reaches it, once an endpoint serves it."""
         self.responses: dict[str, list[Message]] = {}
-        """Conversations of the Responses API by the id of their last response."""
+        """Conversations of the Responses API by the exchange of their last response."""
+
+    async def restore(self, record: EpisodeRecord) -> None:
+        """Continue from what another worker has recorded. Waits for a thread that reads it.
+
+        Answers of which nothing is known may have been received; an equal request gets them.
+        """
+        for answer, turns in await asyncio.to_thread(self._rebuilt, record):
+            sampled = asyncio.get_running_loop().create_future()
+            sampled.set_result(turns)
+            exchange = Exchange(sampled, self._captured[answer.key[0]], answer.name)
+            exchange.delivered = record.sent.get(answer.name, False)
+            self._exchanges[answer.key].append(exchange)
+            if answer.inherited_from is not None:
+                self.responses[exchange.id] = turns[0].conversation()[answer.inherited_from :]
 
     def token_text(self, token: int) -> str:
         """Return the text of one token id."""
@@ -185,6 +264,8 @@ class AgentEpisode:
         """Say that a connection has sent the answers of an exchange, or was lost before."""
         exchange.listeners -= 1
         exchange.delivered = exchange.delivered or sent
+        if self._log is not None and not exchange.listeners:
+            self._log.sent(exchange.id, exchange.delivered)
         if exchange.delivered or exchange.listeners or exchange.failed:
             return
         if exchange.sampling.done():
@@ -226,8 +307,9 @@ class AgentEpisode:
         self._check_turns(len(prompts) * ask.n)
         requests = [self._request(prompt, ask) for prompt in prompts for _ in range(ask.n)]
         captured = self._captured.setdefault(session, CapturedEpisode(self._format))
-        sampling = self._sampled(ask, (session, key), captured, prompts, requests)
-        exchange = Exchange(asyncio.create_task(sampling), captured)
+        name = secrets.token_hex(12)
+        sampling = self._sampled(name, ask, (session, key), captured, prompts, requests)
+        exchange = Exchange(asyncio.create_task(sampling), captured, name)
         exchange.sampling.add_done_callback(_retrieve)
         self._exchanges[session, key].append(exchange)
         return exchange
@@ -240,7 +322,7 @@ class AgentEpisode:
                 f"the prompt has {len(prompt.ids)} tokens and the context of this run is "
                 f"{sampling.max_context}: send less, or raise policy.max_context"
             )
-        request_id = f"{self._sample.trace_id}-{self._requested:02d}"
+        request_id = f"{self._sample.trace_id}-{next(self._numbers):02d}"
         self._requested += 1
         most = min(sampling.max_new_tokens, remaining)
         return GenerationRequest(
@@ -263,6 +345,7 @@ class AgentEpisode:
 
     async def _sampled(
         self,
+        name: str,
         ask: Ask,
         key: SessionKey,
         captured: CapturedEpisode,
@@ -277,17 +360,88 @@ class AgentEpisode:
             Exception
         ) as error:  # supervision boundary: the agent gets a status, the run the error
             self._failures[key] = error
+            said = f"{type(error).__name__}: {error}"
+            await self._keep(name, key, ask, [], Counter(), said)
             raise
         self._failures.pop(key, None)
+        tokens = Counter[str]()
         for request, result in zip(requests, results, strict=True):
-            self.tokens += tokens_of(len(request.prompt_ids), result)
+            tokens += tokens_of(len(request.prompt_ids), result)
+        self.tokens += tokens
         requested = [
             (q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)
         ]
-        return [
-            _record(captured, question, prompt, result, ask.stops)
-            for (question, prompt), result in zip(requested, results, strict=True)
-        ]
+        answered = [(*one, result) for one, result in zip(requested, results, strict=True)]
+        turns = [self._added(captured, *one, ask.stops) for one in answered]
+        await self._keep(name, key, ask, answered, tokens)
+        return turns
+
+    def _added(
+        self,
+        captured: CapturedEpisode,
+        question: Question,
+        prompt: CapturedPrompt,
+        result: GenerationResult,
+        stops: Sequence[str],
+    ) -> CapturedTurn:
+        turn = _record(captured, question, prompt, result, stops)
+        self._numbers_of[turn] = _number(result)
+        return turn
+
+    async def _keep(
+        self,
+        name: str,
+        key: SessionKey,
+        ask: Ask,
+        answered: Sequence[tuple[Question, CapturedPrompt, GenerationResult]],
+        tokens: Counter[str],
+        error: str = "",
+    ) -> None:
+        if self._log is not None:
+            turns = [self._recorded(*one) for one in answered]
+            kept = RecordedAnswer(key, name, ask.inherited_from, ask.stops, turns, tokens, error)
+            await self._log.keep(pickle.dumps(kept))
+
+    def _recorded(
+        self, question: Question, prompt: CapturedPrompt, result: GenerationResult
+    ) -> RecordedTurn:
+        """Return what is recorded of an answer, without what the answers before it tell."""
+        parent = None if prompt.parent is None else self._numbers_of[prompt.parent]
+        tools = None if prompt.tools == self._tools else prompt.tools
+        self._tools = prompt.tools
+        if isinstance(question, ChatQuestion):
+            question = ChatQuestion([], [])
+        elif not isinstance(question.given, str):
+            question = TextQuestion([])
+        bare = replace(prompt, parent=None, ids=[], tools=[])
+        return RecordedTurn(parent, bare, tools, question, result)
+
+    def _rebuilt(self, record: EpisodeRecord) -> list[tuple[RecordedAnswer, list[CapturedTurn]]]:
+        answered = []
+        turn_of = dict[int, CapturedTurn]()
+        for contents in record.turns:
+            answer: RecordedAnswer = pickle.loads(contents)
+            self._failures.pop(answer.key, None)
+            if answer.error:
+                self._failures[answer.key] = AnswerLost(answer.error)
+                continue
+            captured = self._captured.setdefault(answer.key[0], CapturedEpisode(self._format))
+            turns = []
+            for one in answer.turns:
+                self._tools = self._tools if one.tools is None else one.tools
+                parent = None if one.parent is None else turn_of[one.parent]
+                prompt = replace(one.prompt, parent=parent, tools=self._tools)
+                turn = self._added(captured, one.question, prompt, one.result, answer.stops)
+                turn_of[self._numbers_of[turn]] = turn
+                turns.append(turn)
+                if record.sent.get(answer.name, True):  # or it was being sent
+                    turn.deliver()
+            self.tokens += answer.tokens
+            answered.append((answer, turns))
+        free = [number for number in range(max(turn_of, default=0)) if number not in turn_of]
+        self._numbers = chain(free, count(max(turn_of, default=-1) + 1))
+        self._requested = len(turn_of)
+        return answered
 
     def _give_up(self, exchange: Exchange) -> None:
         if not exchange.sampling.done():
@@ -320,7 +474,12 @@ def _record(
     return captured.record_text(prompt, question.given, result, stops)
 
 
-def _retrieve(sampling: asyncio.Task[list[CapturedTurn]]) -> None:
+def _number(result: GenerationResult) -> int:
+    """Return the number of the request of a result, within its episode."""
+    return int(result.request_id.rpartition("-")[2])
+
+
+def _retrieve(sampling: asyncio.Future[list[CapturedTurn]]) -> None:
     """Retrieve an error that no connection waits for; it is among the episode's failures."""
     if not sampling.cancelled():
         sampling.exception()

@@ -174,6 +174,8 @@ def _only_thought(message: Message) -> bool:
 
 
 Event = dict[str, Any]
+RESPONSE = "resp_"
+"""Before the name of an exchange, in the id of its response."""
 
 
 class ResponsesRequest(WireRequest):
@@ -202,13 +204,14 @@ class ResponsesAnswer(WireAnswer):
             raise bad_request("the input is empty: send at least one item", "input")
         system = [{"role": "system", "content": request.instructions}] * bool(request.instructions)
         tools = checked_tools(chat_tools(request.tools))
-        ask = Ask([ChatQuestion([*system, *messages], tools)], 1, request.max_output_tokens)
+        question = ChatQuestion([*system, *messages], tools)
+        ask = Ask([question], 1, request.max_output_tokens, inherited_from=len(system))
         return cls(request, ask, request.model or model, messages, episode)
 
     def reply(self, exchange: Exchange) -> dict[str, Any]:
         """Return the whole response; a later request may name it as the previous one."""
         (turn,) = exchange.turns
-        self.episode.responses[_response_id(exchange)] = [*self.messages, turn.answer]
+        self.episode.responses[exchange.id] = [*self.messages, turn.answer]
         status = "completed" if turn.finish == "stop" else "incomplete"
         output = output_items(turn, exchange.id, self.request.tools)
         usage = {
@@ -263,7 +266,7 @@ class ResponsesAnswer(WireAnswer):
 
 
 def _response_id(exchange: Exchange) -> str:
-    return f"resp_{exchange.id}"
+    return f"{RESPONSE}{exchange.id}"
 
 
 def _before(request: ResponsesRequest, episode: AgentEpisode) -> list[Message]:
@@ -271,13 +274,14 @@ def _before(request: ResponsesRequest, episode: AgentEpisode) -> list[Message]:
     name = request.previous_response_id
     if name is None:
         return []
-    if name not in episode.responses:
+    before = episode.responses.get(name.removeprefix(RESPONSE))
+    if before is None:
         raise bad_request(
             f"no response {name[:80]!r} in this episode: send its items as input",
             "previous_response_id",
             "previous_response_not_found",
         )
-    return episode.responses[name]
+    return before
 
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[Event]:

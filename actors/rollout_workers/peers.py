@@ -212,7 +212,7 @@ class PeerEnvironments:
         self._homes: dict[str, str] = {}
         self._sessions: Counter[str] = Counter()
         self._failed: dict[str, str] = {}
-        self._forgetting = BackgroundTasks(reported_to_loop)
+        self._notifying = BackgroundTasks(reported_to_loop)
 
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
         """Return an episode with its row, and its verified answer if the task states one."""
@@ -226,17 +226,16 @@ class PeerEnvironments:
         """Score the samples of an episode together."""
         return await self._anywhere("score_group", episode, group)
 
-    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
-        """Open a session. Waits for an actor, including one that is still starting.
+    async def begin(self, session_id: str, episode: Episode, agent: bytes = b"") -> list[Message]:
+        """Open a session, or continue one that was adopted, by the row of this episode.
 
-        An attempt after one that failed is made on another actor, if there is one.
+        Waits for an actor, including one that is still starting. An attempt after one that failed
+        is made on another actor, if there is one. With the keys of an `agent`, another worker can
+        continue from the answers that are recorded.
         """
-        failed_on = self._failed.get(sample_of(session_id))
-        names = await self._environments.some_open()
-        others = [name for name in names if name != failed_on] or names
-        home = min(others, key=lambda name: (self._sessions[name], self._environments.load(name)))
-        self._enter(session_id, home)
-        return await self._call(session_id, "begin", episode)
+        if session_id not in self._homes:
+            self._enter(session_id, await self._home_of_new(session_id))
+        return await self._call(session_id, "begin", episode, agent)
 
     async def adopt(self, session_id: str, home: str) -> EpisodeRecord | None:
         """Continue a session of a dead worker; None if its actor is gone, or has it no more."""
@@ -248,14 +247,25 @@ class PeerEnvironments:
             self._leave(session_id)
         return record
 
-    async def step(self, session_id: str, text: str, turn: Turn | None = None) -> StepResult:
+    async def step(
+        self, session_id: str, text: str, turn: Turn | None = None, again: bool = False
+    ) -> StepResult:
         """Take an action; raises `SessionLost` where the session's actor is gone.
 
-        The actor records a turn that is given.
+        The actor records a turn that is given. `again` waits for the last action instead, if there
+        was one.
         """
-        return await self._call(
-            session_id, "step", text, b"" if turn is None else pickle.dumps(turn)
-        )
+        recorded = b"" if turn is None else pickle.dumps(turn)
+        return await self._call(session_id, "step", text, recorded, again)
+
+    async def record(self, session_id: str, answer: bytes) -> None:
+        """Record an answer to the agent of a session, for another worker. Waits for its actor."""
+        await self._call(session_id, "record", answer)
+
+    def sent(self, session_id: str, answer: str, received: bool) -> None:
+        """Record in the background whether the agent of an open session has got an answer."""
+        if session_id in self._homes:
+            self._notify(self._homes[session_id], "sent", session_id, answer, received)
 
     async def finish(self, session_id: str) -> Outcome:
         """End a session; return its conversation and how it was scored."""
@@ -272,12 +282,11 @@ class PeerEnvironments:
         self._failed[sample_of(session_id)] = home
         if len(self._failed) > MOST_FAILED:
             del self._failed[next(iter(self._failed))]
-        if home in self._environments:
-            self._forgetting.start(f"forgetting {session_id}", self._forget(home, session_id))
+        self._notify(home, "forget", session_id)
 
     async def close(self) -> None:
-        """Stop notifying actors of sessions that are gone."""
-        await self._forgetting.close()
+        """Stop notifying actors in the background."""
+        await self._notifying.close()
 
     async def _call(self, session_id: str, endpoint: str, *args: Any) -> Any:
         home = self._homes[session_id]
@@ -312,6 +321,12 @@ class PeerEnvironments:
         except (TimeoutError, ActorDied):
             return False
 
+    async def _home_of_new(self, session_id: str) -> str:
+        failed_on = self._failed.get(sample_of(session_id))
+        names = await self._environments.some_open()
+        others = [name for name in names if name != failed_on] or names
+        return min(others, key=lambda name: (self._sessions[name], self._environments.load(name)))
+
     def _enter(self, session_id: str, home: str) -> None:
         self._homes[session_id] = home
         self._sessions[home] += 1
@@ -324,9 +339,14 @@ class PeerEnvironments:
                 del self._sessions[home]
         return home
 
-    async def _forget(self, home: str, session_id: str) -> None:
+    def _notify(self, home: str, endpoint: str, session_id: str, *args: Any) -> None:
+        if home in self._environments:
+            telling = self._told(home, endpoint, session_id, *args)
+            self._notifying.start(f"{endpoint} {session_id}", telling)
+
+    async def _told(self, home: str, *call: Any) -> None:
         try:
-            await self._within_deadline(home, "forget", session_id)
+            await self._within_deadline(home, *call)
         except (ActorDied, DeadlineExceeded):
             return  # its sessions are gone with it, or it is killed as hung
 

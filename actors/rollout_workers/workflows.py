@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, cast
 
 from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint, CapturedAgent, There
+from composer_mesh.actors.rollout_workers.agent_episode import AnswerLog
 from composer_mesh.mesh.actor import end_this_process
 from composer_mesh.mesh.programs import TiedProgram
 from composer_mesh.mesh.supervision import SessionLost
@@ -31,7 +32,7 @@ from composer_mesh.rollouts.generation import (
     tokens_of,
 )
 from composer_mesh.rollouts.tasks import Episode, Outcome, StepResult
-from composer_mesh.rollouts.traces import Message, Trace
+from composer_mesh.rollouts.traces import Message, Trace, Turn
 from composer_mesh.tasks.calls import TaskCalls
 from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.task_loop import LoopLost, TaskLoop, TooManyBlocked
@@ -51,7 +52,23 @@ BLOCKED_S = 30.0
 
 
 class ScoringEnvironments(Environments, Protocol):
-    """Environments that also make rows and score conversations without a session."""
+    """Environments that also make rows, score conversations without a session, and record answers.
+
+    A session that is begun with the keys of an `agent` keeps what is recorded of its answers. After
+    it was adopted, `begin` continues it by another row.
+    """
+
+    async def begin(
+        self, session_id: str, episode: Episode, agent: bytes = b""
+    ) -> list[Message]: ...
+
+    async def step(
+        self, session_id: str, text: str, turn: Turn | None = None, again: bool = False
+    ) -> StepResult: ...
+
+    async def record(self, session_id: str, answer: bytes) -> None: ...
+
+    def sent(self, session_id: str, answer: str, received: bool) -> None: ...
 
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]: ...
 
@@ -78,13 +95,22 @@ class WorkflowPlayer:
         """Close the endpoint of agents, if any was opened."""
         await self._agents.close()
 
-    async def play(self, sample: Sample, session: str) -> Played:
-        """Play one attempt at a sample. Waits for the workflow; cancelled, it is cancelled too."""
+    async def play(self, sample: Sample, session: str, home: str = "") -> Played:
+        """Play one attempt at a sample. Waits for the workflow; cancelled, it is cancelled too.
+
+        A resumable workflow continues in a session that another worker has left at its `home`.
+        """
         _, environments, _, _ = self._ports
+        log = None
+        if self._workflow.resumable:
+            keep, sent = partial(environments.record, session), partial(environments.sent, session)
+            log = AnswerLog(keep, sent)
         episode, answer = await environments.prepare(sample.episode)
-        engine = EpisodeEngine(sample, episode, session, *self._ports)
+        engine = EpisodeEngine(sample, episode, session, *self._ports, log)
         what = f"workflow {type(self._workflow).__name__}"
         try:
+            if home:
+                await engine.adopt(home)
             running = self._calls(what, self._workflow.run, episode, engine)
             found = await self._loop.run(running, BLOCKED_S)
         except LoopLost as lost:
@@ -111,12 +137,16 @@ class EpisodeEngine:
         environments: ScoringEnvironments,
         chat: ChatFormat,
         agents: AgentEndpoint,
+        log: AnswerLog | None = None,
     ) -> None:
-        """Requests are made on the event loop that is running now."""
+        """Requests are made on the event loop that is running now.
+
+        With a `log` the workflow is resumable: its one agent is recorded with its one environment.
+        """
         self._own = asyncio.get_running_loop()
         self._sample, self._episode, self._session = sample, episode, session
         self._generation, self._environments, self._chat = generation, environments, chat
-        self._agents = agents
+        self._agents, self._log = agents, log
         self._requests, self._sessions = count(), count()
         self._open: set[str] = set()
         self._chats: dict[str, ChatFormat] = {}
@@ -155,15 +185,26 @@ class EpisodeEngine:
         return Conversation(self, as_messages(messages), role, tools)
 
     def environment(self, row: Mapping[str, Any] = {}) -> EngineEnvironment:
-        session = f"{self._session}/{next(self._sessions)}"
+        number, session = next(self._sessions), self._session
+        self._refuse_second("environment", number)
+        if self._log is None:  # nobody adopts a session with a number
+            session = f"{session}/{number}"
         episode = replace(self._episode, payload={**self._episode.payload, **row})
-        return EngineEnvironment(self._environments, episode, session, self._there, self._open)
+        ports = self._environments, episode, session, self._there, self._open
+        return EngineEnvironment(*ports, self._log)
+
+    async def adopt(self, home: str) -> None:
+        """Continue in the session that a dead worker has left, if it is still open."""
+        assert self._log is not None, "sessions of other workflows are not left"
+        self._open.add(self._session)
+        self._log.record = await self._environments.adopt(self._session, home)
 
     async def score(self, messages: Sequence[Message]) -> Outcome:
         return await self._there(self._environments.score(self._episode, list(messages)))
 
     def agent(self) -> CapturedAgent:
-        self._opened.append(CapturedAgent(self._agents, self._sample, self._there))
+        self._refuse_second("agent", len(self._opened))
+        self._opened.append(CapturedAgent(self._agents, self._sample, self._there, self._log))
         return self._opened[-1]
 
     @property
@@ -192,6 +233,12 @@ class EpisodeEngine:
         """Abandon the sessions that were not finished; call it on the worker's loop."""
         for session in self._open:
             self._environments.abandon(session)
+
+    def _refuse_second(self, what: str, opened: int) -> None:
+        if self._log is not None and opened:
+            raise UnusableTask(
+                f"a resumable workflow opens a second {what}: use one, or set resumable = False"
+            )
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the worker's loop. Waits for it; cancelled, it is cancelled there."""
@@ -269,21 +316,29 @@ class EngineEnvironment:
 
     def __init__(
         self,
-        environments: Environments,
+        environments: ScoringEnvironments,
         episode: Episode,
         session: str,
         there: There,
         unfinished: set[str],
+        log: AnswerLog | None = None,
     ) -> None:
-        """`unfinished` holds the sessions of the episode that are open."""
+        """`unfinished` holds the sessions of the episode that are open.
+
+        With a `log` an agent that is open already plays in it.
+        """
         self._environments, self._episode, self._session = environments, episode, session
         self._there, self._unfinished = there, unfinished
+        self._log = log
+        self._continues = log is not None and log.record is not None
+        """Whether the last action of a dead worker is the next one."""
         self.messages: list[Message] = []
         """The first messages of the session."""
 
     async def step(self, text: str) -> StepResult:
         """Apply an action."""
-        return await self._there(self._environments.step(self._session, text))
+        again, self._continues = self._continues, False
+        return await self._there(self._environments.step(self._session, text, again=again))
 
     async def finish(self) -> Outcome:
         """Score and close the session."""
@@ -292,8 +347,15 @@ class EngineEnvironment:
         return outcome
 
     async def __aenter__(self) -> Self:
+        agent = b"" if self._log is None else self._log.agent
+        if self._log is not None and not agent:
+            raise UnusableTask(
+                "a resumable workflow opens its environment before its agent: use `async with "
+                "engine.agent() as agent, engine.environment() as session`"
+            )
         self._unfinished.add(self._session)
-        self.messages = await self._there(self._environments.begin(self._session, self._episode))
+        beginning = self._environments.begin(self._session, self._episode, agent)
+        self.messages = await self._there(beginning)
         return self
 
     async def __aexit__(self, *_: object) -> None:

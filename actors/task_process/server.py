@@ -93,6 +93,10 @@ class TaskServer:
         self._sessions[session_id] = session
         return messages
 
+    async def replace_row(self, session_id: str, episode: Episode) -> None:
+        """Give a session the row of its episode on another rollout worker, during a call too."""
+        self._sessions[session_id].replace_row(episode)
+
     async def step(self, session_id: str, text: str) -> StepResult:
         """Execute an action."""
         return await self._runner.run(self._sessions[session_id].step(text))

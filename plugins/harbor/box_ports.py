@@ -1,4 +1,4 @@
-"""Ports of a container's own loopback that this process serves, while a context lasts.
+"""Ports that this process serves to a container, while a context lasts.
 
     program in the box -- 127.0.0.1:PORT of the box --> this process
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-
-from composer_mesh.plugins.harbor.containers.port import Container
 
 MOST_CONNECTIONS = 64
 """Of a port at once; what is beyond is closed."""
@@ -22,8 +21,8 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def served(container: Container, port: int, serve: Serve) -> AsyncIterator[None]:
-    """Serve each connection to a port of a container; the end of the context ends them all."""
+async def served(listening: socket.socket, serve: Serve) -> AsyncIterator[None]:
+    """Serve each connection to a listening socket; the end of the context ends them all."""
     connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +37,6 @@ async def served(container: Container, port: int, serve: Serve) -> AsyncIterator
             del connections[task]
             writer.close()
 
-    listening = await container.listen(port)
     server = await asyncio.start_server(connected, sock=listening, start_serving=False)
     try:
         await server.start_serving()
@@ -67,9 +65,14 @@ async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, oth
         ours.close()
 
 
-async def pumped(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Pass bytes on until their source ends."""
+async def pumped(
+    source: asyncio.StreamReader,
+    target: asyncio.StreamWriter,
+    passing: Callable[[bytes], None] = lambda _: None,
+) -> None:
+    """Pass bytes on until their source ends; `passing` gets them first."""
     with contextlib.suppress(OSError):  # as its end: the other side sees it too
         while content := await source.read(CHUNK):
+            passing(content)
             target.write(content)
             await target.drain()

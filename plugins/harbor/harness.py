@@ -5,19 +5,22 @@
 The port is the endpoint's own, so the base URL is the same in the box. The socket in the box is
 one that this process accepts on: no program of the image takes part, and no other port of the
 host is reached. Whoever starts an episode says in its row what runs (`ROW`); the model cannot.
+
+After the death of a rollout worker the endpoint is at another port of the host, with the same keys.
+Connections wait for that meanwhile. A request whose answer had not begun is sent there again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from composer_mesh.plugins.harbor.box_ports import Stream, joined, served
+from composer_mesh.plugins.harbor.box_ports import Stream, pumped, served
 from composer_mesh.plugins.harbor.containers.port import FinishedCommand
 from composer_mesh.plugins.harbor.machine import Machine, TaskFailure, user_of
 from composer_mesh.tasks.sandbox import MIB
@@ -32,6 +35,11 @@ PROGRAM = "/opt/harness"
 """Where the folder of the program is in the container."""
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
+LOOK_S = 0.2
+"""Between two attempts to reach the endpoint."""
+MOST_HELD = 2 * MIB
+"""Of a request that is sent again; the client of a larger one has to."""
+METHODS = (b"POST ", b"GET ")
 
 
 @dataclass(frozen=True)
@@ -65,59 +73,129 @@ class Launch:
         """The folders of this machine that the harness needs."""
         return {PROGRAM: Path(self.program)} if self.program else {}
 
-    async def play(self, machine: Machine) -> FinishedCommand:
+    def at(self, port: int) -> Launch:
+        """Return the same for a port of the container that leads to the endpoint."""
+        before, after = (f"{LOOPBACK}:{one}" for one in (self.port, port))
+
+        def moved(texts: Mapping[str, str]) -> dict[str, str]:
+            return {name: text.replace(before, after) for name, text in texts.items()}
+
+        return replace(self, environment=moved(self.environment), files=moved(self.files))
+
+    async def play(self, machine: Machine, endpoint: Callable[[], int]) -> FinishedCommand:
         """Run the harness on the present step of a machine. Waits for its end or its limit.
 
-        Raises TaskFailure where the endpoint could not be reached, whatever the harness made of it.
+        `endpoint` returns the port where the endpoint is now. Raises TaskFailure where it could not
+        be reached, whatever the harness made of it.
         """
         prompt = await asyncio.to_thread(lambda: machine.step.instruction)
         owner = user_of(machine.step.agent.user) or "root"
-        files = {name: text.encode() for name, text in self.files.items()}
-        await machine.container.put(files, HOME, owner=owner)
-        async with relayed(machine, self.port) as unreachable:
+        relay = Relay(endpoint)
+        async with relay.serving(machine, self.port) as port:
+            here = self.at(port)
+            files = {name: text.encode() for name, text in here.files.items()}
+            await machine.container.put(files, HOME, owner=owner)
             done = await machine.run_program(
                 [word.replace(PROMPT, prompt) for word in self.argv],
                 stdin=prompt.encode(),
                 timeout_s=self.timeout_s,
-                environment=self.environment,
+                environment=here.environment,
                 output_bytes=MIB,
             )
-        if unreachable:
-            raise TaskFailure("endpoint_unreachable", f"port {self.port}: {unreachable[0]}")
+        if relay.unreachable:
+            raise TaskFailure("endpoint_unreachable", relay.unreachable[0])
         return done
 
 
-@asynccontextmanager
-async def relayed(machine: Machine, port: int) -> AsyncIterator[list[str]]:
-    """Connect a port of the container's loopback to that of this machine, while the context lasts.
+class Relay:
+    """Passes connections of a harness to its endpoint; `unreachable` says what kept them from it.
 
-    Yields a list of what kept connections from the endpoint. A container with this machine's
-    network reaches the endpoint without it.
+    `endpoint` returns the port of this machine where the endpoint is now. Connections wait at most
+    `moved_s` for another one.
     """
-    unreachable: list[str] = []
-    async with contextlib.AsyncExitStack() as opened:
-        _, probe = await _connected(port)
+
+    moved_s: ClassVar[float] = 600.0
+
+    def __init__(self, endpoint: Callable[[], int]) -> None:
+        self._endpoint = endpoint
+        self.unreachable: list[str] = []
+
+    @asynccontextmanager
+    async def serving(self, machine: Machine, port: int) -> AsyncIterator[int]:
+        """Serve a port of the container's loopback while the context lasts; yield the port.
+
+        A container with this machine's network gets another one, since the endpoint has its own.
+        """
+        _, probe = await self._connected(0.0)
         probe.close()
+        if machine.settings.network == "host":
+            listening = socket.create_server((LOOPBACK, 0))
+        else:
+            listening = await machine.container.listen(port)
+        async with served(listening, self._serve):
+            yield listening.getsockname()[1]
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = bytearray()
+        try:
+            again = True
+            while again:
+                endpoint = await self._connected(self.moved_s)
+                again = await _passed(reader, writer, endpoint, request)
+                await asyncio.sleep(LOOK_S if again else 0)  # it has died, or takes no more
+        except TaskFailure as failure:
+            self.unreachable.append(failure.detail)
+
+    async def _connected(self, patience_s: float) -> Stream:
+        """Connect to the endpoint. Waits so long for another one where it has died.
+
+        Raises TaskFailure where it is not on this machine, or no other one comes.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + patience_s
+        while True:
+            port = self._endpoint()
             try:
-                await joined(reader, writer, await _connected(port))
-            except TaskFailure as failure:
-                unreachable.append(failure.detail)
+                async with asyncio.timeout(CONNECT_S):
+                    return await asyncio.open_connection(LOOPBACK, port)
+            except OSError as error:
+                if loop.time() >= until:
+                    raise TaskFailure(
+                        "endpoint_unreachable",
+                        f"the endpoint of the episode is not at {LOOPBACK}:{port} ({error}): "
+                        "rollout workers and environments have to be on one host",
+                    ) from None
+            await asyncio.sleep(LOOK_S)
 
-        if machine.settings.network != "host":
-            await opened.enter_async_context(served(machine.container, port, serve))
-        yield unreachable
 
+async def _passed(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, endpoint: Stream, request: bytearray
+) -> bool:
+    """Pass bytes both ways until one side ends; return whether `request` has to be sent again.
 
-async def _connected(port: int) -> Stream:
-    """Connect to the endpoint; raise TaskFailure where it is not on this machine, or has died."""
+    That holds what was sent since the endpoint has last answered, also before.
+    """
+    theirs, ours = endpoint
+
+    def hold(content: bytes) -> None:
+        if len(request) <= MOST_HELD:
+            request.extend(content)
+
+    def gone() -> bool:
+        return reader.at_eof() or reader.exception() is not None
+
+    ours.write(request)
+    pumps = [
+        asyncio.ensure_future(pumped(reader, ours, hold)),
+        asyncio.ensure_future(pumped(theirs, writer, lambda _: request.clear())),
+    ]
     try:
-        async with asyncio.timeout(CONNECT_S):
-            return await asyncio.open_connection(LOOPBACK, port)
-    except OSError as error:
-        raise TaskFailure(
-            "endpoint_unreachable",
-            f"the endpoint of the episode is not at {LOOPBACK}:{port} ({error}): rollout workers "
-            "and environments have to be on one host",
-        ) from None
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        if not gone():
+            await asyncio.wait(pumps[1:])  # its last words, where it takes none
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        ours.close()
+    return not gone() and request.startswith(METHODS) and len(request) <= MOST_HELD

@@ -108,6 +108,8 @@ LAST_WORDS = {"codex": ["-"], "mini-swe-agent": [f"--task={PROMPT}"]}
 class HarnessAgent(Workflow):
     """Plays each step of a Harbor task by a harness in the task's container."""
 
+    resumable = True
+
     def __init__(
         self,
         harness: str = "",

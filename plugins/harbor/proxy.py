@@ -99,7 +99,7 @@ async def proxied(
         yield {}
         return
     proxy = Proxy(Allowlist.of(network.hosts), outside)
-    async with served(container, PORT, proxy.serve):
+    async with served(await container.listen(PORT), proxy.serve):
         yield dict(VARIABLES)
 
 

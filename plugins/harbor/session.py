@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from composer_mesh.plugins.harbor.containers.port import FinishedCommand
-from composer_mesh.plugins.harbor.harness import Launch
+from composer_mesh.plugins.harbor.harness import ROW, Launch
 from composer_mesh.plugins.harbor.harness_mcp import with_servers
 from composer_mesh.plugins.harbor.machine import Machine, said
 from composer_mesh.plugins.harbor.mcp_programs import McpPrograms
@@ -112,7 +112,7 @@ class HarborSession(Session):
         if self._harness is None:
             return await self._next()
         with waiting_for_others():
-            done = await self._harness.play(self.machine)
+            done = await self._harness.play(self.machine, lambda: int(self.row[ROW]["port"]))
         failure: ToolError | None = None
         if done.exit_code != 0:
             failure = ToolError("harness_failed", said(done), {"harness": said(done)})

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from killed_workers import started_pools
 from numbered_generator import NumberedGenerator
 
-from composer_mesh.actors.environment import EnvironmentActor
 from composer_mesh.actors.models.policy import build_tokenizer
-from composer_mesh.actors.rollouts import RolloutActor
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.spawn import MeshHost
-from composer_mesh.rollouts.episode import Sampling
-from composer_mesh.rollouts.traces import Trace
-from composer_mesh.services import service
-from composer_mesh.services.episodes.rollout import EpisodeRetries, Rollouts
-from composer_mesh.services.episodes.workers import RolloutPools, RolloutWorkers
-from composer_mesh.services.pool.replicas import RestartRules
-from composer_mesh.services.service import Service
-from composer_mesh.tasks.loading import make_task
 
 TURNS, KILLED_AT = 6, 3
 TASK = f"""
@@ -74,47 +61,6 @@ class Counting(Task):
 """
 
 
-class Pools:
-    """Two rollout workers, a generator and an environment, and what the controller has recorded."""
-
-    def __init__(self, config: Config, folder: Path, workers: Service, others: list[Service]):
-        self.config, self.folder, self.workers = config, folder, workers
-        self.environments = others[1]
-        self.events: list[tuple[Any, ...]] = []
-        lockstep = config.schedule.max_lag == 0
-        pools = RolloutPools(workers, *others)
-        retries = EpisodeRetries(self.config.supervision, lambda _: None, self.record)
-        self.rollouts = Rollouts(RolloutWorkers(pools, self.record, lockstep=lockstep), retries)
-
-    def record(self, *event: Any, **_: Any) -> None:
-        self.events.append(event)
-
-    def start(self) -> asyncio.Task[Trace | None]:
-        episode = make_task(self.config).episode("train", 0)
-        (playing,) = self.rollouts.start(episode, 0, 1, Sampling.training(self.config))
-        return playing
-
-    def lines(self, name: str) -> list[str]:
-        file = self.folder / name
-        return file.read_text().splitlines() if file.exists() else []
-
-    async def until(self, name: str, line: str, count: int = 1) -> None:
-        """Wait until other processes have written so many lines that begin so."""
-        while (  # noqa: ASYNC110  other processes write them
-            sum(one.startswith(line) for one in self.lines(name)) < count
-        ):
-            await asyncio.sleep(0.01)
-
-    async def kill_the_worker(self) -> None:
-        """Kill the one that plays. Waits until the controller knows."""
-        changed = asyncio.Event()
-        self.workers.on_change(changed.set)
-        abouts = await self.workers.fanout("describe")
-        (pid,) = [about["pid"] for about in abouts if about["playing"]]
-        os.kill(pid, signal.SIGKILL)
-        await changed.wait()
-
-
 def config_of(folder: Path, max_lag: int) -> Config:
     return Config.model_validate(
         {
@@ -125,26 +71,11 @@ def config_of(folder: Path, max_lag: int) -> Config:
     )
 
 
-@asynccontextmanager
-async def started(
-    folder: Path, host: MeshHost, hangs_at: int, max_lag: int
-) -> AsyncIterator[Pools]:
+def written(folder: Path, max_lag: int) -> Config:
+    """Write the task and a tokenizer; return the config."""
     (folder / "counting.py").write_text(TASK)
-    config = config_of(folder, max_lag)
-    task = make_task(config)
     build_tokenizer(["count 1 taken"] * 40, 512).save_pretrained(folder / "tokenizer")
-    rules: dict[str, Any] = {"host": host, "restart": RestartRules(5, backoff_s=0.05)}
-    load = (config, folder / "tokenizer", {task.name: task.tools})
-    generator = folder / "sampled", hangs_at
-    workers, *others = await asyncio.gather(
-        service.spawn(RolloutActor, n=2, name="rollouts", load=load, **rules),
-        service.spawn(NumberedGenerator, n=1, name="generator", load=generator, **rules),
-        service.spawn(EnvironmentActor, n=1, name="environment", load=(config,), **rules),
-    )
-    pools = Pools(config, folder, workers, others)
-    yield pools
-    await pools.rollouts.close()
-    await asyncio.gather(*(pool.close() for pool in (workers, *others)))
+    return config_of(folder, max_lag)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +86,8 @@ async def test_a_killed_workers_episode_continues_and_no_action_is_executed_twic
 ) -> None:
     gate = tmp_path / "gate"
     hangs_at = KILLED_AT if moment == "in a generation" else -1
-    async with started(tmp_path, host, hangs_at, max_lag) as pools:
+    config, load = written(tmp_path, max_lag), (tmp_path / "sampled", hangs_at)
+    async with started_pools(tmp_path, host, config, NumberedGenerator, *load) as pools:
         if moment == "in a step":
             os.mkfifo(gate)
         playing = pools.start()

@@ -20,5 +20,6 @@ def harnesses(session: nox.Session) -> None:
     files = (f"{ENDPOINT}/test_agent_endpoint.py", f"{ENDPOINT}/test_anthropic_messages.py")
     pytest(session, *files, "-rs", "-p", "no:cacheprovider", python=python_of(folder))
     procs = "tests/plugins/harbor/procs"
-    tests = (f"{procs}/test_harness_programs.py", f"{procs}/test_harness_mesh.py")
+    names = ("programs", "mesh", "resumed")
+    tests = [f"{procs}/test_harness_{name}.py" for name in names]
     pytest(session, *tests, "-rs", COMPOSER_MESH_TEST_HARNESSES=folder)

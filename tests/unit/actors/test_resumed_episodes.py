@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -68,6 +68,7 @@ class Boxes:
     cancelled: list[str] = field(default_factory=list)
     sessions: dict[str, list[str]] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
+    rows: list[Episode] = field(default_factory=list)
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -85,6 +86,10 @@ class Boxes:
         await loop_turns(2)
         self.sessions[session] = []
         return [{"role": "user", "content": "begin"}]
+
+    async def replace_row(self, session: str, episode: Episode) -> None:
+        assert session in self.sessions
+        self.rows.append(episode)
 
     async def step(self, session: str, text: str) -> StepResult:
         await loop_turns(2)
@@ -375,6 +380,73 @@ async def test_steps_without_turns_are_not_recorded() -> None:
     await worker.environments.finish(SESSION)
     with pytest.raises(UnknownSession):
         await world.call("step", SESSION, "text")
+
+
+async def test_an_agents_session_is_adopted_while_its_step_is_under_way() -> None:
+    world = World()
+    dead = world.worker()
+    before = dead.environments
+    await before.begin(SESSION, SAMPLE.episode, b"keys")
+    world.boxes.open.clear()
+    stepping = asyncio.create_task(before.step(SESSION, "play"))
+    await loop_turns(10)
+    await before.record(SESSION, b"answer")
+    before.sent(SESSION, "name", True)
+    await loop_turns(10)
+    dead.wire.dead = True
+    stepping.cancel()
+    assert await world.call("close_calls", dead.name, [SESSION]) == {SESSION: 1}
+    live = world.worker().environments
+    record = await live.adopt(SESSION, HOME)
+    assert record is not None
+    assert (record.agent, record.turns, record.sent) == (b"keys", [b"answer"], {"name": True})
+    moved = replace(SAMPLE.episode, payload={"port": 2})
+    assert await live.begin(SESSION, moved) == record.messages
+    assert world.boxes.rows == [moved]
+    again = asyncio.create_task(live.step(SESSION, "play", again=True))
+    await loop_turns(10)
+    world.boxes.open.set()
+    assert (await again).messages[0]["content"] == "1: yalp"
+    assert (await live.step(SESSION, "next")).messages[0]["content"] == "2: txen"
+    assert world.boxes.executed == [(SESSION, "play"), (SESSION, "next")]
+    await live.finish(SESSION)
+    live.sent(SESSION, "late", True)
+    await world.call("sent", SESSION, "later", True)  # its session has ended
+    assert await world.is_empty()
+
+
+async def test_an_agents_session_whose_scoring_was_under_way_is_scored_once() -> None:
+    for moment in range(12):
+        world = World()
+        dead = world.worker()
+        before = dead.environments
+        await before.begin(SESSION, SAMPLE.episode, b"keys")
+        await before.step(SESSION, "play")
+        finishing = asyncio.create_task(before.finish(SESSION))
+        await loop_turns(moment)
+        dead.wire.dead = True
+        finishing.cancel()
+        if not await world.call("close_calls", dead.name, [SESSION]):
+            break  # it was finished
+        await loop_turns(moment)
+        live = world.worker().environments
+        assert await live.adopt(SESSION, HOME) is not None
+        await live.begin(SESSION, SAMPLE.episode)
+        assert (await live.step(SESSION, "play", again=True)).messages[0]["content"] == "1: yalp"
+        assert (await live.finish(SESSION)).reward == 1.0
+        assert world.boxes.executed == [(SESSION, "play")]
+        assert world.boxes.scored == [SESSION]
+        assert await world.is_empty()
+    assert moment > 5
+
+
+async def test_a_step_that_no_dead_worker_has_taken_is_taken() -> None:
+    world = World()
+    environments = world.worker().environments
+    await environments.begin(SESSION, SAMPLE.episode, b"keys")
+    await environments.step(SESSION, "play", again=True)
+    assert world.boxes.executed == [(SESSION, "play")]
+    await environments.finish(SESSION)
 
 
 async def test_the_record_of_an_episode_is_as_large_as_its_packed_ids_and_log_probs() -> None:

@@ -42,12 +42,21 @@ class Ports:
         won = messages[-1]["content"] == f"Answer: {self.task.verified_answer(episode)}"
         return Outcome(messages, float(won), won, {"solved": float(won)})
 
-    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
+    async def begin(self, session_id: str, episode: Episode, _agent: bytes = b"") -> list[Message]:
         self.sessions[session_id] = SyncSession(self.task, episode)
         return self.sessions[session_id].messages
 
-    async def step(self, session_id: str, text: str, _turn: object = None) -> StepResult:
+    async def step(
+        self, session_id: str, text: str, _turn: object = None, again: bool = False
+    ) -> StepResult:
+        assert not again
         return self.sessions[session_id].step(text)
+
+    async def record(self, session_id: str, answer: bytes) -> None:
+        """Record nothing: nobody dies here."""
+
+    def sent(self, session_id: str, answer: str, received: bool) -> None:
+        """Record nothing: nobody dies here."""
 
     async def finish(self, session_id: str) -> Outcome:
         return self.sessions.pop(session_id).outcome()

@@ -26,11 +26,20 @@ class LocalEnvironments:
     async def prepare(self, episode: Episode) -> tuple[Episode, str | None]:
         return self.task.episode(episode.split, episode.index), None
 
-    async def begin(self, session_id: str, episode: Episode) -> list[Message]:
+    async def begin(self, session_id: str, episode: Episode, _agent: bytes = b"") -> list[Message]:
         running = self.sessions[session_id] = RunningEpisode(self.task, episode)
         return await running.begin()
 
-    async def step(self, session_id: str, text: str) -> StepResult:
+    async def record(self, session_id: str, answer: bytes) -> None:
+        """Record nothing: nobody dies here."""
+
+    def sent(self, session_id: str, answer: str, received: bool) -> None:
+        """Record nothing: nobody dies here."""
+
+    async def step(
+        self, session_id: str, text: str, _turn: object = None, again: bool = False
+    ) -> StepResult:
+        assert not again
         return await self.sessions[session_id].step(text)
 
     async def finish(self, session_id: str) -> Outcome:

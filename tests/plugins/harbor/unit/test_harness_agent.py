@@ -84,7 +84,7 @@ async def test_an_endpoint_that_is_away_is_a_failure_of_the_machine(tmp_path: Pa
     machine = Machine(FakeContainers(), task.folder_of({"name": "task"}), task.limits)
     await machine.start()
     with pytest.raises(TaskFailure, match=r"endpoint_unreachable.*on one host"):
-        await Launch(["run"], port, 10.0).play(machine)
+        await Launch(["run"], port, 10.0).play(machine, lambda: port)
     await machine.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -219,6 +220,21 @@ class NeverAsked(Workflow):
         return []
 
 
+class Resumable(Workflow):
+    """Opens things in this order, though another worker may have to open them again."""
+
+    resumable = True
+
+    def __init__(self, *opened: str) -> None:
+        self.opened = opened
+
+    async def run(self, _: Episode, engine: Any) -> list[Trajectory]:
+        async with AsyncExitStack() as stack:
+            for name in self.opened:
+                await stack.enter_async_context(getattr(engine, name)())
+        return []
+
+
 @pytest.mark.parametrize(
     ("workflow", "limit_s", "error", "said"),
     [
@@ -227,6 +243,8 @@ class NeverAsked(Workflow):
         (ReturnsNothing(), 60.0, TaskError, "return at least one Trajectory"),
         (ReturnsNan(), 60.0, TaskError, "returned the reward nan"),
         (NeverAsked(), 60.0, TaskCodeError, "say"),
+        (Resumable("environment"), 60.0, TaskError, "opens its environment before its agent"),
+        (Resumable("agent", "agent"), 60.0, TaskError, "opens a second agent: use one"),
     ],
 )
 async def test_a_faulty_workflow_fails_its_attempt_with_one_clear_line(
@@ -236,6 +254,13 @@ async def test_a_faulty_workflow_fails_its_attempt_with_one_clear_line(
         await played(ports, workflow, limit_s)
     assert not ports.sessions
     assert len(ports.abandoned) == isinstance(workflow, Raises)
+
+
+async def test_a_resumable_workflow_has_one_environment(ports: Ports) -> None:
+    workflow = Resumable("agent", "environment", "environment")
+    with pytest.raises(TaskError, match="opens a second environment: use one"):
+        await played(ports, workflow)
+    assert ports.abandoned == ["train-000000-000"]  # as the attempt: another worker can adopt it
 
 
 async def test_a_workflow_is_cancelled_with_its_sample(ports: Ports) -> None:
