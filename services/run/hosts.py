@@ -100,6 +100,8 @@ class RunHosts:
         self.mesh.capacity_wait_s = self.config.cluster.attach_s
         self._listen(workers[0][1])
         await together(*(self._attach(name, address) for name, address in workers))
+        # In their own order, whichever was first: processes are placed by it.
+        self._attached = {name: self._attached[name] for name, _ in workers}
 
     def place(self) -> ProcessPlacements:
         """Place the run on its attached hosts."""

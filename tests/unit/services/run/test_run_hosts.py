@@ -165,8 +165,26 @@ async def test_a_worker_is_attached_under_the_identity_that_its_address_names(
     await hosts.attach()
     assert [one.address for one in FakeRemote.all] == [f"gpu-a<2>@{A}", process_address(B)]
     assert hosts.names == {"tcp:10.0.0.5:22300": "host-0", "tcp:10.0.0.6:22300": "host-1"}
-    assert events[0] == ("host_joined", f"host-0: {A}, node, 8 cores")
+    assert ("host_joined", f"host-0: {A}, node, 8 cores") in events
     await hosts.give_back()
+
+
+async def test_hosts_have_the_order_of_the_config_whichever_was_attached_first(
+    build: Build, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = asyncio.Event()
+
+    async def attach(host: FakeRemote, _deadline_s: float) -> None:
+        await (second.wait() if host.name == "host-0" else asyncio.sleep(0))
+
+    monkeypatch.setattr(FakeRemote, "attach", attach)
+    hosts = build(kind="hosts", workers=[A, B])
+    attaching = asyncio.create_task(hosts.attach())
+    await events.until("host_joined")
+    second.set()
+    await attaching
+    assert [detail.partition(":")[0] for _, detail in events] == ["host-1", "host-0"]
+    assert list(hosts.names.values()) == ["host-0", "host-1"]
 
 
 async def test_a_scheduler_s_hosts_are_waited_for_until_all_have_announced_themselves(
