@@ -74,7 +74,7 @@ def hostile(
     tokenizer: Any, build_model: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TemplateProcess]:
     folder = folder_with(HOSTILE, tokenizer, build_model, tmp_path_factory.mktemp("hostile"))
-    with closing(TemplateProcess(folder, SHORT)) as templates:
+    with closing(TemplateProcess(folder)) as templates:
         yield templates
 
 
