@@ -2,7 +2,8 @@
 
 The embedded engine serves a tiny model in this process, and the agents are in another. They play
 episodes of several turns at the endpoint. The requests that reach the port are then sent to it
-directly, as many at once. The first turn computes the prompt and is not counted.
+directly, as many at once. The first turn computes the prompt and is not counted. Recorded turns
+send each answer to an actor in a process of its own before the agent gets it, as harnesses do.
 
 `added_ms` is the median of a turn's time less that of its own request at the port, `turn_ms` the
 median turn, and `port_ms` the median of the requests that were sent directly.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -23,11 +25,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from service_actors import Echo
+
 from composer_mesh.actors.engines.embedded import EmbeddedEngine
 from composer_mesh.actors.engines.loop import EngineLoop, EngineThread
 from composer_mesh.actors.models.policy import build_model, build_tokenizer
 from composer_mesh.actors.rollout_workers.agent_endpoint import AgentEndpoint
+from composer_mesh.actors.rollout_workers.agent_episode import AnswerLog
 from composer_mesh.configs.policy import PolicyConfig
+from composer_mesh.mesh.spawn import MeshHost
+from composer_mesh.mesh.spawned import SpawnedActor
+from composer_mesh.mesh.supervision import Supervisor
 from composer_mesh.mesh.waiting import cancel_and_wait
 from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.rollouts.episode import Sample, Sampling
@@ -55,22 +63,24 @@ class Load:
     episodes: int
     context: int
     turns: int
+    recorded: bool = False
 
     @property
     def name(self) -> str:
         form = "streamed" if self.stream else "whole"
         length = "long" if self.context == LONG else "short"
-        return f"{self.protocol}_{form}_{self.episodes}_{length}"
+        return f"{self.protocol}_{form}_{self.episodes}_{length}{'_recorded' * self.recorded}"
 
 
 def loads(quick: bool) -> list[Load]:
     """Return what is measured; the quick form has the streamed turns of one episode."""
     return [
-        Load(protocol, stream, episodes, context, turns=9 if episodes == 1 else 4)
+        Load(protocol, stream, episodes, context, 9 if episodes == 1 else 4, recorded)
         for context in (SHORT, LONG)
         for episodes in ((1,) if quick else (1, MOST))
         for protocol in PROTOCOLS
         for stream in ((True,) if quick else (True, False))
+        for recorded in ((False, True) if stream and protocol == "messages" else (False,))
     ]
 
 
@@ -116,14 +126,26 @@ async def served(tokenizer: Any) -> AsyncIterator[EngineLoop]:
         thread.end()
 
 
-async def at_the_endpoint(endpoint: AgentEndpoint, load: Load, system: str) -> list[list[float]]:
+def log_at(actor: SpawnedActor) -> AnswerLog:
+    """Return a log whose answers are sent to an actor, which sends them back."""
+
+    async def keep(answer: bytes) -> None:
+        await actor.call("echo", answer)
+
+    return AnswerLog(keep, lambda *_: None)
+
+
+async def at_the_endpoint(
+    endpoint: AgentEndpoint, load: Load, system: str, actor: SpawnedActor
+) -> list[list[float]]:
     """Play all episodes of a load by agents; return the seconds of their turns."""
     async with AsyncExitStack() as opened:
         agents = []
         for number in range(load.episodes):
             sampling = Sampling(1.0, ANSWER, LONG + ROOM, seed=number)
             sample = Sample(Episode("task", "train", number, {}), number, 0, sampling)
-            episode = await opened.enter_async_context(endpoint.episode(sample, sampling))
+            log = log_at(actor) if load.recorded else None
+            episode = await opened.enter_async_context(endpoint.episode(sample, sampling, log))
             agents.append((episode.base_url, episode.api_key))
         plan = {
             "protocol": load.protocol,
@@ -171,13 +193,15 @@ async def measured_turns(quick: bool) -> dict[str, dict[str, float]]:
     ids = tokenizer.encode("\n".join(texts))
     systems = {length: tokenizer.decode(ids[:length]) for length in (SHORT, LONG)}
     found = {}
-    async with served(tokenizer) as engine:
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    async with served(tokenizer) as engine, MeshHost(Supervisor(lambda *_, **__: None)) as host:
+        actor = await host.spawn("answers", Echo)
         for load in loads(quick):
             port = TimedPort(engine)
             chat = ChatFormat(tokenizer, [])
             engine.engine.drop_prefixes()
             async with AgentEndpoint(port, chat, len(tokenizer)) as endpoint:
-                turns = await at_the_endpoint(endpoint, load, systems[load.context])
+                turns = await at_the_endpoint(endpoint, load, systems[load.context], actor)
             played = [port.turns[name] for name in sorted(port.turns)]
             check_continued(played)
             added = [
