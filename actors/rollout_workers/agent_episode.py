@@ -101,8 +101,7 @@ class AnswerLog:
 class RecordedTurn:
     """A sampled answer; `parent` is the number of the request of its parent.
 
-    Its prompt has no ids of other turns. `tools` are None where they are those of the turn that was
-    recorded before.
+    Its prompt has no ids of other turns. `tools` are None where they are those of the parent.
     """
 
     parent: int | None
@@ -173,8 +172,6 @@ class AgentEpisode:
         self._numbers: Iterator[int] = count()
         """Of requests to generators; those that a dead worker has not answered come first."""
         self._numbers_of: dict[CapturedTurn, int] = {}
-        self._tools: list[dict[str, Any]] = []
-        """Those of the last recorded answer."""
         self._captured: dict[str, CapturedEpisode] = {}
         self._exchanges: defaultdict[SessionKey, list[Exchange]] = defaultdict(list)
         self._failures: dict[SessionKey, Exception] = {}
@@ -372,9 +369,9 @@ class AgentEpisode:
             (q, p) for q, p in zip(ask.questions, prompts, strict=True) for _ in range(ask.n)
         ]
         answered = [(*one, result) for one, result in zip(requested, results, strict=True)]
-        turns = [self._added(captured, *one, ask.stops) for one in answered]
+        # Recorded first: cancelled meanwhile, it is no turn that others may have as their parent.
         await self._keep(name, key, ask, answered, tokens)
-        return turns
+        return [self._added(captured, *one, ask.stops) for one in answered]
 
     def _added(
         self,
@@ -406,9 +403,9 @@ class AgentEpisode:
         self, question: Question, prompt: CapturedPrompt, result: GenerationResult
     ) -> RecordedTurn:
         """Return what is recorded of an answer, without what the answers before it tell."""
-        parent = None if prompt.parent is None else self._numbers_of[prompt.parent]
-        tools = None if prompt.tools == self._tools else prompt.tools
-        self._tools = prompt.tools
+        before = prompt.parent
+        parent = None if before is None else self._numbers_of[before]
+        tools = None if before is not None and before.tools == prompt.tools else prompt.tools
         if isinstance(question, ChatQuestion):
             question = ChatQuestion([], [])
         elif not isinstance(question.given, str):
@@ -428,9 +425,9 @@ class AgentEpisode:
             captured = self._captured.setdefault(answer.key[0], CapturedEpisode(self._format))
             turns = []
             for one in answer.turns:
-                self._tools = self._tools if one.tools is None else one.tools
                 parent = None if one.parent is None else turn_of[one.parent]
-                prompt = replace(one.prompt, parent=parent, tools=self._tools)
+                tools = parent.tools if parent is not None and one.tools is None else one.tools
+                prompt = replace(one.prompt, parent=parent, tools=tools or [])
                 turn = self._added(captured, one.question, prompt, one.result, answer.stops)
                 turn_of[self._numbers_of[turn]] = turn
                 turns.append(turn)

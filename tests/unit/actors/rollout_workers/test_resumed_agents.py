@@ -266,6 +266,31 @@ async def test_the_request_that_was_not_answered_gets_its_number_again(
     assert sampler.requests[0] == sampler.requests[2]
 
 
+async def test_an_answer_that_is_given_up_while_it_is_recorded_takes_nothing_of_later_ones(
+    format: CaptureFormat,
+) -> None:
+    sampler, record, recording = Sampler(format.chat), Record(), asyncio.Event()
+    log = record.log(asyncio.Event(), False)
+    keep = log.keep
+
+    async def first_is_held(answer: bytes) -> None:
+        if not recording.is_set():
+            recording.set()
+            await asyncio.Event().wait()
+        await keep(answer)
+
+    log.keep = first_is_held
+    episode = AgentEpisode(format, sampler, SAMPLE, SAMPLE.sampling, 0.0, log)
+    asking = asyncio.create_task(episode.answer(chat_of(QUESTION, tools=[ADD]), b"lost", False))
+    await recording.wait()
+    asking.cancel()
+    await asyncio.wait([asking])
+    await answered(episode, chat_of(QUESTION, tools=[ADD]), b"next")
+    restored, _ = await a_worker(format, sampler, record, continues=True)
+    assert restored.trajectories() == episode.trajectories()
+    assert [one.tools for one in restored.trajectories()] == [[ADD]]
+
+
 async def test_tools_are_recorded_once_and_ids_of_a_prompt_never_again(
     format: CaptureFormat,
 ) -> None:
