@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from surroundings import forget_surroundings
+from surroundings import as_before, forget_surroundings  # noqa: F401
 
 forget_surroundings()
 TESTS = Path(__file__).parents[1]

@@ -13,10 +13,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from surroundings import forget_surroundings
+from surroundings import as_before, forget_surroundings  # noqa: F401
 
 from composer_mesh.mesh.environment import prepare_environment
 from composer_mesh.mesh.loop_watchdog import REPORTS
+from composer_mesh.mesh.private_folder import PRIVATE
 
 forget_surroundings()
 prepare_environment()
@@ -91,6 +92,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The temporary folder of a run; its path is short, as the run's sockets need it."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as path:
         monkeypatch.setenv("TMPDIR", path)
+        monkeypatch.delenv(PRIVATE, raising=False)  # set once this process has started an actor
         yield Path(path)
 
 

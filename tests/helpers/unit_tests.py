@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from surroundings import forget_surroundings
+from surroundings import as_before, forget_surroundings  # noqa: F401
 
 from composer_mesh.configs.schema import Config
 from composer_mesh.mesh.environment import IMPORT_PATHS
@@ -61,28 +61,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"prompts_per_step": 2, "group_size": 3, "max_lag": 0},
     "eval": {"episodes": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def environment_stays_as_it_was() -> Iterator[None]:
-    """Undo what the start of a run changes for its process, and for all that this one starts."""
-    before = dict(os.environ)
-    umask = os.umask(0o022)
-    os.umask(umask)
-    yield
-    os.umask(umask)
-    tempfile.tempdir = None
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ |= before
-
-
-@pytest.fixture(autouse=True)
-def random_numbers_are_the_same_in_any_order() -> None:
-    """Seed the generators of the process, from which the tests before have drawn."""
-    random.seed(0)
-    if torch := sys.modules.get("torch"):
-        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture
