@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Self
 
 from composer_mesh.plugins.harbor.box_ports import Stream, pumped, served
 from composer_mesh.plugins.harbor.containers.port import FinishedCommand
-from composer_mesh.plugins.harbor.machine import Machine, TaskFailure, user_of
+from composer_mesh.plugins.harbor.machine import Machine, user_of
+from composer_mesh.plugins.harbor.services import TaskFailure
 from composer_mesh.tasks.sandbox import MIB
 
 ROW = "harness"

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from composer_mesh.mesh.environment import python_module
 from composer_mesh.plugins.harbor.harness import HOME, PROGRAM, PROMPT, Launch
 from composer_mesh.plugins.harbor.harness_mcp import refuse_servers
-from composer_mesh.plugins.harbor.machine import TaskFailure
+from composer_mesh.plugins.harbor.services import TaskFailure
 from composer_mesh.plugins.harbor.task import HarborTask
 from composer_mesh.rollouts.tasks import Episode, StepResult
 from composer_mesh.tasks.errors import UnusableTask

@@ -1,4 +1,4 @@
-"""A task's MCP servers in a harness's own configuration: it starts them itself, as its user.
+"""A task's MCP servers in a harness's own configuration: it opens them itself, as its user.
 
 Codex has them in its config.toml. For the others they are in a file in the form of `.mcp.json`:
 Claude Code gets it by words of its command line, a command of the user by `VARIABLE`.
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import tomli_w
 
@@ -29,13 +30,19 @@ Servers = Sequence[McpServerTable]
 
 
 def refuse_servers(harness: str, task: str, servers: Servers) -> None:
-    """Raise UnusableTask where a harness takes no servers, or not one of this name."""
+    """Raise UnusableTask where a harness takes no servers, or not one of this kind or name."""
     if servers and harness == WITHOUT:
         raise UnusableTask(
             f"Harbor task {task!r} has MCP servers, and {harness} has no MCP: leave the task out "
             "of data.path, or use claude-code, codex or a command"
         )
     for one in servers:
+        if one.transport == "sse" and harness == "codex":
+            raise UnusableTask(
+                f"Harbor task {task!r} has the MCP server {one.name[:80]!r} with transport 'sse', "
+                "and codex has stdio and streamable-http: leave the task out of data.path, or use "
+                "claude-code or a command"
+            )
         if not NAME.fullmatch(one.name):
             raise UnusableTask(
                 f"Harbor task {task!r} has an MCP server {one.name[:80]!r}, which a harness "
@@ -49,25 +56,14 @@ def with_servers(
     """Return a launch whose harness has the servers of a task; the same one if there are none.
 
     `variables` are names that Codex is to pass on to servers, for it knows few by itself. Raises
-    UnusableTask where a harness takes no servers, or not one of this name.
+    UnusableTask where a harness takes no servers, or not one of this kind or name.
     """
     if not servers:
         return launch
     refuse_servers(launch.harness, task, servers)
-    listed = {
-        one.name: {"type": "stdio", "command": one.command, "args": one.args} for one in servers
-    }
+    listed = {one.name: _listed(one) for one in servers}
     if launch.harness == "codex":
-        tables = {
-            one.name: {
-                "command": one.command,
-                "args": list(one.args),
-                "env_vars": list(variables),
-                "startup_timeout_sec": int(SETUP_S),
-                "default_tools_approval_mode": "approve",
-            }
-            for one in servers
-        }
+        tables = {one.name: _codex_table(one, variables) for one in servers}
         config = launch.files["config.toml"] + tomli_w.dumps({"mcp_servers": tables})
         return replace(launch, files={**launch.files, "config.toml": config})
     given = replace(launch, files={**launch.files, FILE: json.dumps({"mcpServers": listed})})
@@ -76,3 +72,23 @@ def with_servers(
         words = ("--mcp-config", CONFIG, "--strict-mcp-config", "--allowedTools", allowed)
         return replace(given, argv=[*launch.argv, *words])
     return replace(given, environment={**launch.environment, VARIABLE: CONFIG})
+
+
+def _listed(server: McpServerTable) -> dict[str, Any]:
+    """Return a server in the form of `.mcp.json`."""
+    if server.transport == "stdio":
+        return {"type": "stdio", "command": server.command, "args": server.args}
+    kind = "sse" if server.transport == "sse" else "http"
+    return {"type": kind, "url": server.url, "headers": server.headers}
+
+
+def _codex_table(server: McpServerTable, variables: Sequence[str]) -> dict[str, Any]:
+    """Return a server in the form of Codex's config."""
+    own: dict[str, Any] = {"url": server.url, "http_headers": server.headers}
+    if server.transport == "stdio":
+        own = {"command": server.command, "args": server.args, "env_vars": list(variables)}
+    return {
+        **own,
+        "startup_timeout_sec": int(SETUP_S),
+        "default_tools_approval_mode": "approve",
+    }

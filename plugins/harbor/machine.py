@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from composer_mesh.plugins.harbor import monitor
+from composer_mesh.plugins.harbor.compose import ComposeService
 from composer_mesh.plugins.harbor.containers.port import (
     Container,
     Containers,
@@ -25,6 +26,7 @@ from composer_mesh.plugins.harbor.containers.port import (
     NetworkKind,
 )
 from composer_mesh.plugins.harbor.proxy import Outside, proxied
+from composer_mesh.plugins.harbor.services import Services, TaskFailure, healthy, said
 from composer_mesh.plugins.harbor.task_folder import (
     Files,
     HarborFolder,
@@ -35,16 +37,14 @@ from composer_mesh.plugins.harbor.task_folder import (
 from composer_mesh.plugins.harbor.task_toml import (
     NO_NETWORK,
     EnvironmentTable,
-    HealthcheckTable,
     Network,
     User,
 )
 from composer_mesh.tasks.errors import UnusableTask
-from composer_mesh.tasks.sandbox import MIB, SandboxError
+from composer_mesh.tasks.sandbox import MIB
 
 SETUP_S = 60.0
 """Seconds of the commands that prepare a container."""
-SHORT_OUTPUT = 64 * 1024
 FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 HIDDEN = ("/tests", "/logs/verifier")
 """What no agent of a later step may read."""
@@ -53,17 +53,6 @@ PROBE = (
     "ls -1 /bin /sbin /usr/bin /usr/sbin /usr/local/bin /usr/local/sbin 2>/dev/null"
 )
 """Prints the working folder, the shell, and the programs of the image."""
-
-
-class TaskFailure(SandboxError):
-    """What a task prepares has failed before its agent could act; `kind` is for machines."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(kind, detail)
-        self.kind, self.detail = kind, detail
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,9 @@ def settings_of(
 ) -> ContainerSettings:
     """Return the settings of a task's container, or of the `own` one of its verifier."""
     table = own or folder.toml.environment
-    image = image_of(table, folder.folder / "environment")
+    main = ComposeService("") if own is not None else folder.compose(limits.variables).main
+    image = main.image or image_of(table, folder.folder / "environment")
+    variables = resolved(table.env, limits.variables, f"{folder.name}: environment.env")
     memory = table.memory_mb * MIB if table.memory_mb is not None else limits.memory_bytes
     return ContainerSettings(
         image,
@@ -106,8 +97,9 @@ def settings_of(
         storage_bytes=None if table.storage_mb is None else table.storage_mb * MIB,
         processes=limits.processes,
         network=kind_of(network),
-        environment=resolved(table.env, limits.variables, f"{folder.name}: environment.env"),
-        workdir=table.workdir,
+        environment={**main.environment, **variables},
+        workdir=table.workdir or main.workdir,
+        user=main.user,
         build_s=table.build_timeout_sec,
         start_s=limits.start_s,
     )
@@ -130,7 +122,10 @@ class Machine:
         self.containers, self.folder, self.limits = containers, folder, limits
         self.place = 0
         """The present step, from 0."""
-        self.settings = replace(settings_of(folder, limits, self.network), mounts=mounts)
+        self._compose = folder.compose(limits.variables)
+        own = settings_of(folder, limits, self.network)
+        self.settings = replace(own, mounts=mounts, names=self._compose.names)
+        self.services = self.new_services()
         self.workdir, self.shell = "/", "/bin/sh"
         self.programs: frozenset[str] = frozenset()
         self.noted: Counter[str] = Counter()
@@ -170,9 +165,14 @@ class Machine:
         limit = self.step.agent.timeout_sec or self.limits.agent_s
         return max(0.0, limit - self._used_s)
 
+    def new_services(self) -> Services:
+        """Return the services of a container of this task; none of them is started yet."""
+        return Services(self.containers, self._compose.services, self.settings)
+
     async def start(self) -> None:
-        """Start the container and its first step. Raises SandboxError."""
+        """Start the container, its services and its first step. Raises SandboxError."""
         self.container = self._opened = await self.containers.start(self.settings)
+        await self.services.start(self.container)
         await self._open_proxy()
         for folder in FOLDERS:
             await self.container.put({}, folder, owner=user_of(self.step.agent.user) or "root")
@@ -180,6 +180,7 @@ class Machine:
         if (check := self.folder.toml.environment.healthcheck) is not None:
             await healthy(self.container, check, self.variables)
         await self.begin_step()
+        await self.services.refuse_ended()
 
     async def begin_step(self) -> None:
         """Put the files of the present step in place, and run its setup and its healthcheck."""
@@ -199,7 +200,8 @@ class Machine:
             self.settings = replace(self.settings, network=kind)
 
     async def _open_proxy(self) -> None:
-        opened = proxied(self.container, self.network, self.limits.outside)
+        names = self.settings.names
+        opened = proxied(self.container, self.network, self.limits.outside, names)
         self.variables = await self._proxy.enter_async_context(opened)
 
     async def next_step(self) -> None:
@@ -247,10 +249,25 @@ class Machine:
         self._used_s += done.seconds
         return done
 
+    @asynccontextmanager
+    async def timed(self, timeout_s: float) -> AsyncIterator[None]:
+        """Count the seconds of the context as the agent's, as `run_program` does.
+
+        Raises TimeoutError after `timeout_s`, or after the seconds that remain if they are fewer.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(min(timeout_s, max(self.remaining_s, 0.1))):
+                yield
+        finally:
+            self._used_s += loop.time() - began
+
     async def release(self) -> None:
         """Give the container's place to another one; its files are kept if a step follows."""
         if not self.is_last:
             self._kept = await self.container.snapshot()
+        await self.services.close()
         opened, self._opened = self._opened, None
         if opened is not None:
             await opened.close()
@@ -261,6 +278,7 @@ class Machine:
             self.container = self._opened = await self.containers.start(
                 self.settings, snapshot=self._kept
             )
+            await self.services.start(self.container)
             await self._forget()
 
     async def close(self) -> None:
@@ -268,6 +286,7 @@ class Machine:
         opened, self._opened = self._opened, None
         try:
             await self._proxy.aclose()
+            await self.services.close()
             if opened is not None:
                 await opened.close()
         finally:
@@ -320,38 +339,6 @@ async def put(container: Container, files: Files, folder: str, owner: str = "roo
     await container.put(files.contents, folder, executable=files.executable, owner=owner)
 
 
-async def healthy(
-    container: Container, check: HealthcheckTable, variables: Mapping[str, str]
-) -> None:
-    """Wait until a healthcheck ends with 0; raise TaskFailure after its retries.
-
-    Failures within the start period do not count.
-    """
-    loop = asyncio.get_running_loop()
-    starts_until, failures = loop.time() + check.start_period_sec, 0
-    while True:
-        done = await container.run(
-            ["/bin/sh", "-c", check.command],
-            timeout_s=check.timeout_sec,
-            environment=variables,
-            output_bytes=SHORT_OUTPUT,
-        )
-        if done.exit_code == 0:
-            return
-        starting = loop.time() < starts_until
-        failures += not starting
-        if failures >= check.retries:
-            raise TaskFailure("healthcheck", f"{check.command!r} failed: {said(done)}")
-        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
-
-
 def user_of(user: User | None) -> str | None:
     """Return a user as containers take it."""
     return None if user is None else str(user)
-
-
-def said(done: FinishedCommand) -> str:
-    """Return how a command ended and the end of what it wrote, for people."""
-    text = (done.errors or done.output).decode(errors="replace").strip()[-300:]
-    how = f"exit code {done.exit_code}" if done.ended == "exited" else done.ended
-    return f"{how}: {text}" if text else how

@@ -88,19 +88,21 @@ class ProxyRefusal(Exception):
 
 @asynccontextmanager
 async def proxied(
-    container: Container, network: Network, outside: Outside
+    container: Container, network: Network, outside: Outside, names: Sequence[str] = ()
 ) -> AsyncIterator[dict[str, str]]:
     """Open the proxy of a phase in a container; yield the variables that name it.
 
-    It ends with the context, and every connection through it. A phase without an allowlist has
-    none, and no variables.
+    `names` are hosts of the container's own loopback, which are reached without it. It ends with
+    the context, and every connection through it. A phase without an allowlist has none, and no
+    variables.
     """
     if network.mode != "allowlist":
         yield {}
         return
     proxy = Proxy(Allowlist.of(network.hosts), outside)
     async with served(await container.listen(PORT), proxy.serve):
-        yield dict(VARIABLES)
+        direct = ",".join([DIRECT, *names])
+        yield VARIABLES | {"NO_PROXY": direct, "no_proxy": direct}
 
 
 class Proxy:

@@ -15,10 +15,11 @@ from pydantic import Field
 from composer_mesh.plugins.harbor.containers.port import FinishedCommand
 from composer_mesh.plugins.harbor.harness import ROW, Launch
 from composer_mesh.plugins.harbor.harness_mcp import with_servers
-from composer_mesh.plugins.harbor.machine import Machine, said
-from composer_mesh.plugins.harbor.mcp_programs import McpPrograms
+from composer_mesh.plugins.harbor.machine import Machine
+from composer_mesh.plugins.harbor.mcp_servers import TaskMcpServers
 from composer_mesh.plugins.harbor.monitor import flagged_by
 from composer_mesh.plugins.harbor.rewards import mean_of, reaches, reward_of
+from composer_mesh.plugins.harbor.services import said
 from composer_mesh.plugins.harbor.verifier import StepVerdict
 from composer_mesh.rollouts.traces import Message
 from composer_mesh.tasks.calls import waiting_for_others
@@ -70,15 +71,15 @@ class HarborSession(Session):
     def __init__(self) -> None:
         self._verdicts: list[StepVerdict] = []
         self._stopped = False
-        self._servers: McpPrograms | None = None
+        self._servers: TaskMcpServers | None = None
 
     async def start(self) -> None:
         """Start the container, then the MCP servers. Waits for both; raises SandboxError.
 
-        A harness starts these itself: it gets them in its configuration.
+        A harness opens these itself: it gets them in its configuration.
         """
-        folder = self.task.folder_of(self.row)
-        servers, launch = folder.toml.environment.mcp_servers, Launch.of(self.row)
+        folder, launch = self.task.folder_of(self.row), Launch.of(self.row)
+        servers = folder.mcp_servers(self.task.limits.variables)
         if launch is not None:
             self._harness = with_servers(
                 launch, folder.name, servers, list(folder.toml.environment.env)
@@ -89,10 +90,10 @@ class HarborSession(Session):
             with waiting_for_others():
                 await self.machine.start()
                 if servers and launch is None:
-                    self._servers = McpPrograms(self.machine, servers)
+                    self._servers = TaskMcpServers(self.machine, servers)
                     await self._servers.start()
         except BaseException:
-            await self.machine.close()
+            await self.close()
             raise
 
     def opening(self) -> str | list[Message]:
@@ -101,6 +102,8 @@ class HarborSession(Session):
         return text if self._servers is None else f"{text}\n\n{self._servers.described()}"
 
     async def close(self) -> None:
+        if self._servers is not None:
+            await self._servers.close()
         if hasattr(self, "machine"):
             await self.machine.close()
 

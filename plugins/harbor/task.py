@@ -20,6 +20,7 @@ from composer_mesh.configs.errors import ConfigError
 from composer_mesh.configs.hub import HubId, read_path
 from composer_mesh.configs.validation import first_error, validated
 from composer_mesh.planning.hub import dataset_folder
+from composer_mesh.plugins.harbor.compose import FILE
 from composer_mesh.plugins.harbor.containers.port import Containers
 from composer_mesh.plugins.harbor.machine import Limits
 from composer_mesh.plugins.harbor.monitor import FLAGGING, KINDS, VOIDING, flagged_by
@@ -139,7 +140,8 @@ class HarborTask(Task):
         path = self._path()
         every = read_folders(path)
         networks = self.options.network == "task"
-        problems = {one.name: "; ".join(one.problems(networks)) for one in every}
+        known = self.limits.variables
+        problems = {one.name: "; ".join(one.problems(networks, known)) for one in every}
         self._left_out = {name: why for name, why in problems.items() if why}
         if self._left_out and self.options.unsupported == "refuse":
             raise UnusableTask(
@@ -174,6 +176,7 @@ class HarborTask(Task):
         known, toml = self.limits.variables, folder.toml
         resolved(toml.environment.env, known, f"{folder.name}: environment.env")
         resolved(toml.solution.env, known, f"{folder.name}: solution.env")
+        folder.mcp_servers(known)
         for step in folder.steps:
             resolved(step.verifier.env, known, f"{folder.name}: verifier.env")
 
@@ -256,6 +259,15 @@ class HarborTask(Task):
             remarks.append(f"{len(self._left_out)} tasks are left out: {_listed(self._left_out)}")
         if unknown := {one.name: ", ".join(one.unknown) for one in folders if one.unknown}:
             remarks.append(f"keys that the format does not have are ignored: {_listed(unknown)}")
+        composed = {one.name: one.compose(self.limits.variables) for one in folders}
+        if several := [name for name, one in composed.items() if one.names]:
+            remarks.append(
+                f"{len(several)} tasks have services, such as {several[0]!r}: each service has the "
+                "limits of memory and processes that the agent's container has"
+            )
+        needless = {name: ", ".join(one.ignored) for name, one in composed.items() if one.ignored}
+        if needless:
+            remarks.append(f"keys of {FILE} that need nothing are ignored: {_listed(needless)}")
         public = sum(one.may_have_network for one in folders)
         if public and self.options.network == "none":
             remarks.append(
@@ -278,10 +290,10 @@ class HarborTask(Task):
         needing = [one.name for one in self._folders.values() if one.needs_own_loopback]
         if needing and not getattr(sandbox, "own_loopback", False):
             raise UnusableTask(
-                f"{len(needing)} Harbor tasks, such as {needing[0]!r}, have an allowlist or a "
-                "network for a single phase, which Podman and Docker are not given here: set "
-                "backend to 'bubblewrap' in environment.sandbox.options, or leave them out of "
-                "data.path"
+                f"{len(needing)} Harbor tasks, such as {needing[0]!r}, need a network of their "
+                "own, which Podman and Docker are not given here: set backend to 'bubblewrap' in "
+                "environment.sandbox.options, or leave them out of data.path. They have an "
+                f"allowlist, a network for a single phase, a {FILE} or an MCP server by URL"
             )
 
     @property

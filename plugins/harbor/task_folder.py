@@ -15,12 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from composer_mesh.plugins.harbor.compose import FILE, Compose, read_compose
 from composer_mesh.plugins.harbor.containers.port import ImageSource
 from composer_mesh.plugins.harbor.task_toml import (
     AgentTable,
     ArtifactTable,
     EnvironmentTable,
     HealthcheckTable,
+    McpServerTable,
     Network,
     StepTable,
     Table,
@@ -195,25 +197,53 @@ class HarborFolder:
         networks = [(step.agent_network, step.verifier_network) for step in self.steps]
         return any(one.mode != "no-network" for pair in networks for one in pair)
 
+    def compose(self, variables: Mapping[str, str]) -> Compose:
+        """Return the services of the task; raises UnusableTask.
+
+        `variables` are those of this machine that it may take.
+        """
+        return read_compose(self.folder / "environment", variables)
+
+    def mcp_servers(self, variables: Mapping[str, str]) -> list[McpServerTable]:
+        """Return the servers of the task, with variables in their headers replaced."""
+        return [
+            one.model_copy(
+                update={
+                    "headers": resolved(
+                        one.headers, variables, f"{self.name}: headers of {one.name!r}"
+                    )
+                }
+            )
+            for one in self.toml.environment.mcp_servers
+        ]
+
+    @property
+    def has_compose(self) -> bool:
+        """Whether it has a Compose file."""
+        return (self.folder / "environment" / FILE).is_file()
+
     @property
     def needs_own_loopback(self) -> bool:
+        """Whether its networks, its services or its MCP servers need a loopback of boxes."""
+        servers = self.toml.environment.mcp_servers
+        return self._has_networks or self.has_compose or any(one.is_inside for one in servers)
+
+    @property
+    def _has_networks(self) -> bool:
         """Whether a phase has a list of hosts, or two in one container have other networks."""
         agents = {step.agent_network for step in self.steps}
         shared = {step.verifier_network for step in self.steps if not step.verifier.separate}
         every = {*agents, *(step.verifier_network for step in self.steps)}
         return len(agents | shared) > 1 or any(one.mode == "allowlist" for one in every)
 
-    def problems(self, networks: bool) -> Iterator[str]:
-        """Yield why the task cannot be played here, with networks or without; nothing if it can."""
+    def problems(self, networks: bool, variables: Mapping[str, str]) -> Iterator[str]:
+        """Yield why the task cannot be played here; nothing if it can.
+
+        It is played with `networks` or without, and with `variables` of this machine.
+        """
         yield from unsupported(self.toml)
         yield from self._network_problems(networks)
-        environment = self.folder / "environment"
-        for file in sorted(environment.glob("*")):
-            if COMPOSE.fullmatch(file.name):
-                yield f"environment/{file.name} starts several containers, and here there is one"
-        dockerfile = (environment / "Dockerfile").is_file()
-        if self.toml.environment.docker_image is None and not dockerfile:
-            yield "it has neither environment/Dockerfile nor environment.docker_image"
+        yield from self._environment_problems(networks, variables)
         for name in ("trajectory.json", ".harborignore"):
             if any(self.folder.rglob(name)):
                 yield f"it has a {name}, which is not read here"
@@ -224,8 +254,26 @@ class HarborFolder:
         for step in self.steps:
             yield from step.missing()
 
+    def _environment_problems(self, networks: bool, variables: Mapping[str, str]) -> Iterator[str]:
+        environment = self.folder / "environment"
+        for file in sorted(environment.glob("*")):
+            if COMPOSE.fullmatch(file.name) and file.name != FILE:
+                yield f"environment/{file.name} is not read: rename it to {FILE}"
+        image = None
+        try:
+            compose = self.compose(variables)
+        except UnusableTask as error:
+            yield str(error)
+        else:
+            image = compose.main.image
+            yield from self._service_problems(compose, networks)
+        dockerfile = (environment / "Dockerfile").is_file()
+        named = self.toml.environment.docker_image is not None or image is not None
+        if not named and not dockerfile:
+            yield "it has neither environment/Dockerfile nor environment.docker_image"
+
     def _network_problems(self, networks: bool) -> Iterator[str]:
-        if self.needs_own_loopback and not networks:
+        if self._has_networks and not networks:
             yield (
                 "it has an allowlist, or a network for a single phase, and data.options.network is "
                 "'none': set it to 'task'"
@@ -236,6 +284,28 @@ class HarborFolder:
                 yield (
                     f"setup.sh of step {step.name!r} would have the network of the agent, which is "
                     f"{step.agent_network.mode!r} while that of the environment is {own.mode!r}"
+                )
+
+    def _service_problems(self, compose: Compose, networks: bool) -> Iterator[str]:
+        agents = {step.agent_network.mode for step in self.steps}
+        shared = {step.verifier_network.mode for step in self.steps if not step.verifier.separate}
+        separate = any(step.verifier.separate for step in self.steps)
+        if self.has_compose and networks and "public" in agents | shared:
+            yield (
+                f"it has {FILE} and a public network, and services share one of their own: set "
+                'network_mode to "no-network" or "allowlist", or data.options.network to "none"'
+            )
+        if self.has_compose and separate and len(self.steps) > 1:
+            yield f"it has {FILE}, steps and a separate verifier, for which services would end"
+        reached = networks and agents == {"public"}
+        for server in self.toml.environment.mcp_servers:
+            inside = not server.host or server.is_inside or server.host in compose.names
+            if not inside and not reached:
+                yield (
+                    f"the MCP server {server.name!r} has the url {server.url!r}, which is no "
+                    f"service of environment/{FILE} and needs a public network: name one of "
+                    f"{', '.join(compose.names) or 'its services'}, or set network_mode and "
+                    "data.options.network"
                 )
 
     def gold(self, environment: Mapping[str, str], command_s: int, agent_s: int) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -33,6 +34,10 @@ NEWEST = (1, 4)
 """The newest schema version that is read."""
 LONGEST_SHOWN = 80
 SIZES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+LOOPBACKS = ("localhost", "127.0.0.1")
+HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,200}")
+HEADER_VALUE = re.compile(r"[\x20-\x7e]{0,4000}")
+CREDENTIAL = re.compile(r"authorization|cookie|credential|key|secret|token|password", re.I)
 STEP_NAME = r"^[^<>:\"/\\|?*\x00-\x1f\x7f]*[^<>:\"/\\|?*\x00-\x1f\x7f. ]$"
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -136,6 +141,16 @@ class McpServerTable(Table):
     args: list[str] = []
     headers: dict[str, str] = {}
 
+    @property
+    def host(self) -> str:
+        """The host of its URL; empty for a program."""
+        return urlsplit(self.url or "").hostname or ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether its URL names the container's own loopback."""
+        return self.host in LOOPBACKS
+
     @field_validator("transport", mode="before")
     @classmethod
     def _alias(cls, value: Any) -> Any:
@@ -146,7 +161,38 @@ class McpServerTable(Table):
         needed = "command" if self.transport == "stdio" else "url"
         if not getattr(self, needed):
             raise ValueError(f"{needed} is not set but transport is {self.transport!r}: set it")
+        if self.url and not _is_url(self.url):
+            raise ValueError(
+                f"url is {shown(repr(self.url), LONGEST_SHOWN)}: write http://HOST:PORT/PATH, or "
+                "https, without a user"
+            )
+        for name, value in self.headers.items():
+            if not HEADER.fullmatch(name) or not HEADER_VALUE.fullmatch(value):
+                raise ValueError(
+                    f"headers has {name[:40]!r}, which is no header of HTTP: correct it"
+                )
+            if CREDENTIAL.search(name) and "${" not in value:
+                raise ValueError(
+                    f"headers has a value for {name!r}, which is a credential: write ${{NAME}}, "
+                    "and NAME to data.options.variables"
+                )
         return self
+
+
+def _is_url(text: str) -> bool:
+    try:
+        found = urlsplit(text)
+        port = found.port != 0
+    except ValueError:
+        return False
+    plain = text.isascii() and text.isprintable() and " " not in text
+    return (
+        plain
+        and port
+        and found.scheme in ("http", "https")
+        and bool(found.hostname)
+        and (found.username is None)
+    )
 
 
 class EnvironmentTable(Phase):
@@ -378,11 +424,11 @@ def unsupported(toml: TaskToml) -> Iterator[str]:
             yield from _of_environment(f"{where}.environment", verifier.environment)
         for hook in verifier.collect:
             if hook.service != "main":
-                yield f"{where}.collect runs in the service {hook.service!r}, which Compose starts"
+                yield f"{where}.collect runs in the service {hook.service!r}: only main's are run"
     steps = toml.steps or []
     for artifact in [*toml.artifacts, *(one for step in steps for one in step.artifacts)]:
         if artifact.service not in (None, "main"):
-            yield f"artifacts of the service {artifact.service!r}, which Compose starts"
+            yield f"artifacts are those of the service {artifact.service!r}: only main's are taken"
 
 
 def _of_environment(where: str, table: EnvironmentTable) -> Iterator[str]:
@@ -392,12 +438,6 @@ def _of_environment(where: str, table: EnvironmentTable) -> Iterator[str]:
         yield f"{where} asks for accelerators, and containers here have none"
     if table.skills_dir is not None:
         yield f"{where}.skills_dir is set, and agents here take no skills"
-    for server in table.mcp_servers:
-        if server.transport != "stdio":
-            yield (
-                f"{where}.mcp_servers has {server.name!r} with transport {server.transport!r}, "
-                "and only stdio servers, which run in the container, are started"
-            )
 
 
 def _verifiers(toml: TaskToml) -> Iterator[tuple[str, VerifierTable]]:

@@ -152,7 +152,9 @@ class Verifier:
         if tests.contents:
             await container.remove(TESTS)
             await put(container, Files(tests.contents, {*tests.executable, "test.sh"}), TESTS)
-        async with proxied(container, machine.tests_network, machine.limits.outside) as variables:
+        async with proxied(
+            container, machine.tests_network, machine.limits.outside, machine.settings.names
+        ) as variables:
             done = await container.run(
                 _command(tests),
                 timeout_s=step.verifier.timeout_sec * patience,
@@ -201,11 +203,12 @@ class Verifier:
         own = replace(machine.settings, network=kind_of(machine.network))
         if step.verifier.separate:
             own = _verifier_settings(machine)
-        container = await machine.containers.start(own)
+        container, services = await machine.containers.start(own), machine.new_services()
         try:
             if not step.verifier.separate:
-                outside = machine.limits.outside
-                async with proxied(container, machine.network, outside) as variables:
+                outside, names = machine.limits.outside, machine.settings.names
+                await services.start(container)
+                async with proxied(container, machine.network, outside, names) as variables:
                     await prepare_step(container, step, machine.workdir, variables)
                 await container.stop_processes(kind_of(machine.tests_network))
             await self._tested(machine, container, Counter(), 2.0)
@@ -213,6 +216,7 @@ class Verifier:
             what = f"tests of Harbor task {name!r} give no reward on any machine"
             raise TestsFailed(fault.kind, f"{what}: {fault.detail}") from None
         finally:
+            await services.close()
             await container.close()
         self._working.add((name, step.name))
 

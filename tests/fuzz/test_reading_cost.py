@@ -28,6 +28,7 @@ from composer_mesh.mesh.untrusted_json import parsed_json
 from composer_mesh.plugins.code_tasks.judge.copies import deleted_texts
 from composer_mesh.plugins.code_tasks.judge.judged_task import JudgedTask
 from composer_mesh.plugins.code_tasks.texts import PatchFailed, apply_hunks, read_patch
+from composer_mesh.plugins.harbor.compose import MOST_BYTES, yaml_node
 from composer_mesh.plugins.mcp.stdio import clean
 from composer_mesh.plugins.openenv.server.validation import SessionRequestRefused as FrameRefused
 from composer_mesh.plugins.openenv.server.validation import client_frame
@@ -43,6 +44,7 @@ from composer_mesh.rollouts.leaks import holds_answer
 from composer_mesh.rollouts.pair_filters import action_content, shingles, special_ratio, word_count
 from composer_mesh.rollouts.tool_calls import assistant_message, parse_calls
 from composer_mesh.services.web.errors import RequestRefused
+from composer_mesh.tasks.errors import UnusableTask
 from composer_mesh.tasks.judges import json_in
 
 LONGEST = 1 << 17
@@ -117,6 +119,7 @@ OPENINGS = {
 }
 TAGS = ("<tool_call>", "</tool_call>")
 LEAKS = ("4", "4 ", "2+", "(4", "x4", "%4", "forty", "two ", "and ", "dozen ", "<a", "&#", "四")
+YAML = (": ", "- ", "&a ", "? ", "'", "|\n", "%", "#", "\t", ">-\n", "a: b\n", "\u2028")
 DOTS = (f'a{".b" * 70}="', 'a="', "a=[", "a={")
 HUNKS = ("@@ -1 +1 @@\n", " a\n", "+a\n")
 TEACHER = TeacherEndpoint("t", "https://provider.test/v1", "some/model", "KEY", max_tokens=100)
@@ -198,6 +201,7 @@ READERS = [
     Reader("hint", one_line_hint, ("Hint: ",)),
     Reader("filters", filtered, TAGS, longest=1 << 15),
     Reader("toml", parse_toml, ("a=1\n", "[a]\n", "[[", "''", '"""'), DOTS, (TomlRefused,)),
+    Reader("compose", yaml_node, YAML, ("a: ", "a: |\n "), (UnusableTask,), MOST_BYTES),
     Reader("mcp", lambda text: clean(text, 1000)),
     Reader("json", parsed_json, ('{"a":', "[1,"), refuses=(ValueError,)),
     Reader("provider", provider, ('{"a":',)),

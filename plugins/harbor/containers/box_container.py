@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import marshal
+import math
 import os
 import socket
 import time
@@ -41,6 +42,7 @@ END_S = 30.0
 LONGEST_REPORT = 1 << 16
 NO_MEMORY = 12
 KILLED = 128 + 9
+LOOPBACK = "127.0.0.1"
 HOSTS = b"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 box\n"
 DIED = "its first process, or the one that holds it, was killed"
 
@@ -60,8 +62,9 @@ class BoxOwner(Protocol):
         lowers: tuple[Path, ...],
         config: ImageConfig,
         place: asyncio.Semaphore | None,
+        network_of: str | None = None,
     ) -> BoxContainer:
-        """Start a container on some folders, the lowest first."""
+        """Start a container on some folders, the lowest first; in the network of another one."""
 
     async def ask(
         self, request: Mapping[str, Any], descriptors: Sequence[int] = ()
@@ -103,8 +106,10 @@ class BoxContainer:
         config: ImageConfig,
         own: Path,
         place: asyncio.Semaphore | None,
+        network_of: str | None,
     ) -> None:
         self._owner, self._settings, self._place = owner, settings, place
+        self._network_of = network_of
         self.lowers, self.config, self.own = lowers, config, own
         self._status: socket.socket | None = None
         self._outputs = Outputs()
@@ -128,6 +133,7 @@ class BoxContainer:
             "upper": str(self.own / "upper"),
             "work": str(self.own / "work"),
             "host_network": limits.network == "host",
+            "network_of": self._network_of,
             "mounts": [[str(host), path] for path, host in limits.mounts.items()],
             "memory_bytes": limits.memory_bytes or UNBOUNDED_BYTES,
             "processes": limits.processes,
@@ -139,7 +145,7 @@ class BoxContainer:
         found = await self._on_files(
             "prepare",
             folders=[self._workdir],
-            files=host_files(limits.network == "host"),
+            files=host_files(limits),
             user=self._user,
             owner="0",
             executable=(),
@@ -195,6 +201,17 @@ class BoxContainer:
         cut = output.cut or errors.cut
         return FinishedCommand(code, ended, *kept, cut, time.monotonic() - began)  # type: ignore[arg-type]
 
+    async def serve(
+        self, entrypoint: Sequence[str] | None, command: Sequence[str] | None
+    ) -> FinishedCommand:
+        """Run the image's own program, or another one. Waits for its end."""
+        first = self.config.entrypoint if entrypoint is None else entrypoint
+        inherited = self.config.command if entrypoint is None else ()
+        words = [*first, *(inherited if command is None else command)]
+        if not words:
+            raise ContainerError("start", "neither the image nor its service states a command")
+        return await self.run(words, timeout_s=math.inf, output_bytes=OUTPUT_BYTES)
+
     async def put(
         self,
         files: Mapping[str, bytes],
@@ -240,7 +257,30 @@ class BoxContainer:
             raise ContainerError(
                 "unsupported", "a container with the host's network has no own one"
             )
-        with await self._ask({"do": "listen", "port": port}) as status:
+        made = await self._socket()
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((LOOPBACK, port))
+            made.listen()
+        except OSError as error:
+            made.close()
+            raise ContainerError("backend", f"port {port} of the container: {error}") from None
+        return made
+
+    async def connect(self, port: int) -> socket.socket:
+        """Return a connection to a port of the container's loopback, or of its host's."""
+        made = socket.socket() if self._settings.network == "host" else await self._socket()
+        try:
+            made.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(made, (LOOPBACK, port))
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    async def _socket(self) -> socket.socket:
+        """Return a socket of the container's network."""
+        with await self._ask({"do": "socket"}) as status:
             status.settimeout(END_S)
             try:
                 text, found, _, _ = await asyncio.to_thread(
@@ -354,9 +394,10 @@ class BoxContainer:
             )
 
 
-def host_files(network: bool) -> dict[str, bytes]:
+def host_files(settings: ContainerSettings) -> dict[str, bytes]:
     """Return the files of names that an image leaves to whoever runs it."""
-    return {"/etc/hosts": HOSTS, **(resolver() if network else {})}
+    names = "".join(f"127.0.0.1 {one}\n" for one in settings.names).encode()
+    return {"/etc/hosts": HOSTS + names, **(resolver() if settings.network == "host" else {})}
 
 
 def resolver() -> dict[str, bytes]:

@@ -78,6 +78,15 @@ def new_user_namespace(first_id: int | None, ready: int, go: int) -> None:
     become_root()
 
 
+def join_namespaces(namespaces: Sequence[int], first_id: int | None) -> None:
+    """Become root of another container's user namespace, in that container's network."""
+    for one, kind in zip(namespaces, (NEWUSER, NEWNET), strict=True):
+        _checked(_libc.setns(one, kind), "setns")
+    if first_id is not None:
+        os.setgroups([])
+    become_root()
+
+
 def become_root() -> None:
     """Become root of the user namespace that this process has entered."""
     os.setresgid(0, 0, 0)
@@ -141,16 +150,13 @@ def run_command(entered: Entered, status: socket.socket, job_file: int, streams:
     finish(status, report)
 
 
-def listen(entered: Entered, status: socket.socket, port: int) -> NoReturn:
-    """Report a socket that listens on a port of a container's loopback; never returns."""
+def make_socket(entered: Entered, status: socket.socket) -> NoReturn:
+    """Report a socket of a container's network, not yet bound or connected; never returns."""
     try:
         close_all_but(sorted({0, 1, 2, status.fileno(), entered.process}))
         enter(entered, processes=True)
-        with socket.socket() as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(("127.0.0.1", port))
-            listening.listen()
-            socket.send_fds(status, [b'{"listens": true}'], [listening.fileno()])
+        with socket.socket() as made:
+            socket.send_fds(status, [b'{"made": true}'], [made.fileno()])
     except BaseException as error:  # noqa: BLE001 a forked child must not return
         finish(status, failure(error, entered))
     os._exit(0)

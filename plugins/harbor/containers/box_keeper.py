@@ -10,6 +10,7 @@ its neighbours, before the first container: after that nothing is imported any m
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -32,7 +33,8 @@ from composer_mesh.mesh.sandboxes.keeper import dispatch, groups_of, last_of, te
 from composer_mesh.plugins.harbor.containers.box_exec import (
     NOT_STARTED,
     Entered,
-    listen,
+    join_namespaces,
+    make_socket,
     new_user_namespace,
     run_command,
     write_maps,
@@ -74,6 +76,10 @@ class KeptContainer:
     launcher: int = 0
     ends: list[int] = field(default_factory=list)
     first: int | None = None
+    process: int = 0
+    """The id of its first process."""
+    namespaces: list[int] = field(default_factory=list)
+    """Open ones of users and of the network, if it shares them with other containers."""
     living: int = 0
     """How many of the two processes, its launcher and its first one, have not ended."""
     waits: socket.socket | None = None
@@ -89,7 +95,7 @@ class ContainerKeeper:
         self._control = socket.socket(fileno=settings.control)
         self._groups = groups_of(settings.groups)
         self._waiting = selectors.DefaultSelector()
-        self._boxes: dict[int, KeptContainer] = {}
+        self._boxes: dict[str, KeptContainer] = {}
         self._children: set[int] = set()
         self._serving = True
         self._init = os.memfd_create("init")
@@ -144,13 +150,31 @@ class ContainerKeeper:
             group.bound(request["memory_bytes"], request["processes"])
         box = self._boxes[request["name"]] = KeptContainer(request, status, group)
         try:
+            if request["network_of"] is not None:
+                box.namespaces = [os.dup(one) for one in self._shared(request["network_of"])]
             self._launch(box)
         except OSError:
             del self._boxes[request["name"]]
+            close(box.namespaces)
             if group is not None:
                 group.remove()
             raise
         self._waiting.register(status, selectors.EVENT_READ, lambda: self._end(box))
+
+    def _shared(self, name: str) -> list[int]:
+        """Return the namespaces that a container shares from now on; raises OSError.
+
+        They outlive its processes, so it has the same ones after a restart.
+        """
+        box = self._boxes.get(name)
+        if box is None or box.first is None or box.restarts or box.request["host_network"]:
+            raise OSError(errno.ESRCH, f"container {name} has ended, or has no network of its own")
+        if not box.namespaces:
+            kinds = ("user", "net")
+            opened = [os.open(f"/proc/{box.process}/ns/{one}", os.O_RDONLY) for one in kinds]
+            box.namespaces = opened
+            signal.pidfd_send_signal(box.first, 0)  # it was that process, and no later one
+        return box.namespaces
 
     def _launch(self, box: KeptContainer) -> None:
         """Fork, and become bubblewrap in a new user namespace; wait for that only."""
@@ -161,7 +185,7 @@ class ContainerKeeper:
         box.launcher = os.fork()
         if box.launcher == 0:
             _become_bubblewrap(
-                own, box.request, keeper, (self._init, errors, says, tells), (readies, mapped)
+                own, box, keeper, (self._init, errors, says, tells), (readies, mapped)
             )
         for one in (says, tells, mapped, readies):
             os.close(one)
@@ -185,7 +209,8 @@ class ContainerKeeper:
         self._waiting.unregister(said)
         if os.read(said, 1) != READY:
             return  # its launcher ends, too
-        first = os.pidfd_open(json.loads(os.read(announced, LONGEST_REQUEST))["child-pid"])
+        box.process = json.loads(os.read(announced, LONGEST_REQUEST))["child-pid"]
+        first = os.pidfd_open(box.process)
         box.first, box.living = first, box.living + 1
         self._waiting.register(first, selectors.EVENT_READ, lambda: self._ended(box, first))
         report = {"ready": True}
@@ -201,6 +226,8 @@ class ContainerKeeper:
         box = self._boxes.get(request["name"])
         if box is None or box.restarts or box.waits is not None:
             return tell(status, {"died": True})
+        if box.namespaces and request["host_network"]:
+            raise OSError(errno.EINVAL, "a container that shares its network keeps it")
         box.waits, box.restarts = status, True
         box.request["host_network"] = request["host_network"]
         kill(box)
@@ -231,14 +258,14 @@ class ContainerKeeper:
         errors = last_of(box.ends[3])
         with contextlib.suppress(KeyError):
             self._waiting.unregister(box.ends[1])
-        for one in box.ends:
-            os.close(one)
+        close(box.ends)
         if box.restarts:
             box.restarts = False
             try:
                 return self._launch(box)
             except OSError as error:
                 errors = str(error)
+        close(box.namespaces)
         if box.group is not None:
             box.group.remove()
         with contextlib.suppress(KeyError):
@@ -254,8 +281,8 @@ class ContainerKeeper:
         job, *streams = given
         self._forked(request, status, lambda one: run_command(one, status, job, streams))
 
-    def _listen(self, request: dict[str, Any], status: socket.socket, _: list[int]) -> None:
-        self._forked(request, status, lambda one: listen(one, status, request["port"]))
+    def _socket(self, request: dict[str, Any], status: socket.socket, _: list[int]) -> None:
+        self._forked(request, status, lambda one: make_socket(one, status))
 
     def _files(self, request: dict[str, Any], status: socket.socket, given: list[int]) -> None:
         self._forked(request, status, lambda one: serve_files(one, status, given[0]))
@@ -312,9 +339,15 @@ def kill(box: KeptContainer) -> None:
             signal.pidfd_send_signal(box.first, signal.SIGKILL)
 
 
+def close(descriptors: list[int]) -> None:
+    """Close them all."""
+    for one in descriptors:
+        os.close(one)
+
+
 def _become_bubblewrap(
     own: KeeperSettings,
-    request: dict[str, Any],
+    box: KeptContainer,
     keeper: int,
     passed: tuple[int, int, int, int],
     handshake: tuple[int, int],
@@ -327,9 +360,12 @@ def _become_bubblewrap(
             os.dup2(one, place)
         os.dup2(os.open(f"/proc/self/fd/{init}", os.O_RDONLY), init)  # a place of its own in it
         inherited = [init, tells, *([] if own.libraries is None else [own.libraries])]
-        close_all_but(sorted({0, 1, 2, own.launcher, *inherited, *handshake}))
+        close_all_but(sorted({0, 1, 2, own.launcher, *inherited, *handshake, *box.namespaces}))
         os.setsid()
-        new_user_namespace(own.first_id, *handshake)
+        if box.namespaces:
+            join_namespaces(box.namespaces, own.first_id)
+        else:
+            new_user_namespace(own.first_id, *handshake)
         for one in handshake:
             os.close(one)
         die_with_parent(keeper)
@@ -337,14 +373,16 @@ def _become_bubblewrap(
             os.set_inheritable(one, True)
         os.set_inheritable(own.launcher, False)
         libraries = {} if own.libraries is None else library_path(own.libraries)
-        os.execve(own.launcher, bubblewrap_command(request, init, tells), libraries)
+        os.execve(own.launcher, bubblewrap_command(box, init, tells), libraries)
     except BaseException as error:  # noqa: BLE001 a forked child must not return
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     os._exit(NOT_STARTED)
 
 
-def bubblewrap_command(request: dict[str, Any], init: int, tells: int) -> list[str]:
+def bubblewrap_command(box: KeptContainer, init: int, tells: int) -> list[str]:
     """Return bubblewrap's arguments for a container whose one process pauses."""
+    request = box.request
+    has_network = request["host_network"] or box.namespaces
     if request["lowers"]:
         lowers = [part for one in request["lowers"] for part in ("--overlay-src", one)]
         root = [*lowers, "--overlay", request["upper"], request["work"], "/"]
@@ -353,7 +391,7 @@ def bubblewrap_command(request: dict[str, Any], init: int, tells: int) -> list[s
     mounts = [part for host, path in request["mounts"] for part in ("--ro-bind", host, path)]
     return [
         *("bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
-        *(() if request["host_network"] else ("--unshare-net",)),
+        *(() if has_network else ("--unshare-net",)),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "box"),
         *("--cap-drop", "ALL", "--clearenv", *root, "--proc", "/proc", "--dev", "/dev", *mounts),
         *("--perms", "1777", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"),

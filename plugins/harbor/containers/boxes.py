@@ -33,6 +33,7 @@ from composer_mesh.plugins.harbor.containers.box_container import (
     report_of,
 )
 from composer_mesh.plugins.harbor.containers.port import (
+    Container,
     ContainerError,
     ContainerSettings,
     ContainerSnapshot,
@@ -118,7 +119,7 @@ class BoxContainers:
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
         """Unpack or build an image; return its identity."""
         if image.build is not None:
-            return (await dockerfile.built(self, image.build, build_s)).identity
+            return (await dockerfile.built(self, image, build_s)).identity
         until = time.monotonic() + build_s
         return (await asyncio.to_thread(self.store.unpacked, image.reference, until)).identity
 
@@ -139,16 +140,24 @@ class BoxContainers:
             places.release()
             raise
 
+    async def start_sidecar(self, settings: ContainerSettings, main: Container) -> BoxContainer:
+        """Start a container in the network of another one; it takes no place."""
+        if not isinstance(main, BoxContainer) or settings.network != "none":
+            raise ContainerError("unsupported", "only boxes without a host's network share theirs")
+        lowers, config = await self._image(settings, None)
+        return await self.started(settings, lowers, config, None, main.own.name)
+
     async def started(
         self,
         settings: ContainerSettings,
         lowers: tuple[Path, ...],
         config: ImageConfig,
         place: asyncio.Semaphore | None,
+        network_of: str | None = None,
     ) -> BoxContainer:
-        """Start a container on some folders, the lowest first."""
+        """Start a container on some folders, the lowest first; in the network of another one."""
         own = self.layers / f"{next(self._names)}"
-        container = BoxContainer(self, settings, lowers, config, own, place)
+        container = BoxContainer(self, settings, lowers, config, own, place, network_of)
         try:
             async with asyncio.timeout(settings.start_s):
                 await container.open()
@@ -178,7 +187,7 @@ class BoxContainers:
                 raise ContainerError("unsupported", "the snapshot is of another back end")
             return (*snapshot.lowers, snapshot.own), snapshot.config
         if settings.image.build is not None:
-            image = await dockerfile.built(self, settings.image.build, settings.build_s)
+            image = await dockerfile.built(self, settings.image, settings.build_s)
             return image.lowers, image.config
         until = time.monotonic() + settings.build_s
         found = await asyncio.to_thread(self.store.unpacked, settings.image.reference, until)

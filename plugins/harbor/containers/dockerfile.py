@@ -27,6 +27,7 @@ from composer_mesh.plugins.harbor.images.dockerfile import (
     exec_form,
     instructions,
     sources,
+    started_words,
     substituted,
 )
 from composer_mesh.plugins.harbor.images.manifest import ImageConfig
@@ -46,16 +47,17 @@ class BuiltImage:
     identity: str
 
 
-async def built(containers: BoxOwner, folder: Path, build_s: float) -> BuiltImage:
-    """Return the image of a folder's Dockerfile, built if this store has none of the same.
+async def built(containers: BoxOwner, image: ImageSource, build_s: float) -> BuiltImage:
+    """Return the image of a Dockerfile, built if this store has none of the same.
 
     Commands have the network of this machine. Raises ContainerError with the kind "build".
     """
-    until = time.monotonic() + build_s
-    steps = list(instructions(folder))
+    until, folder = time.monotonic() + build_s, image.build
+    assert folder is not None, image
+    steps = list(instructions(folder, image.dockerfile))
     arguments: dict[str, str] = {}
     while steps and steps[0].name == "ARG":
-        _argument(steps.pop(0), arguments, {})
+        _argument(steps.pop(0), arguments, {}, image.arguments)
     if not steps or steps[0].name != "FROM" or any(one.name == "FROM" for one in steps[1:]):
         raise ContainerError("build", f"{folder / 'Dockerfile'}: one FROM is needed, and the first")
     named, *more = steps[0].words()
@@ -64,23 +66,25 @@ async def built(containers: BoxOwner, folder: Path, build_s: float) -> BuiltImag
     reference = substituted(named, arguments)
     base = await asyncio.to_thread(containers.store.unpacked, reference, until)
     with errors_named(f"the Dockerfile in {folder}"):
-        key = await asyncio.to_thread(_key, containers, base, folder)
+        key = await asyncio.to_thread(_key, containers, base, image, folder)
         place = containers.store.folder / "roots" / key
         if not place.exists():
             with contextlib.ExitStack() as held:
                 await asyncio.to_thread(held.enter_context, containers.store.locked(key, until))
                 if not place.exists():
-                    await _Build(containers, base, folder, until).run(steps[1:], place)
+                    build = _Build(containers, base, folder, image.arguments, until)
+                    await build.run(steps[1:], place)
         config = ImageConfig(**json.loads((place / "image.json").read_text(encoding="utf-8")))
     own = place / "root"
     lowers = (base.root, own) if containers.overlays else (own,)
     return BuiltImage(lowers, config, f"sha256:{key}")
 
 
-def _key(containers: BoxOwner, base: UnpackedImage, folder: Path) -> str:
+def _key(containers: BoxOwner, base: UnpackedImage, image: ImageSource, folder: Path) -> str:
     """Return what stands for a build: its base, its Dockerfile and all files next to it."""
+    own = [image.dockerfile, sorted(image.arguments.items())]
     found = hashlib.sha256(
-        json.dumps([base.identity, containers.first_id, containers.overlays]).encode()
+        json.dumps([base.identity, containers.first_id, containers.overlays, own]).encode()
     )
     for one in sorted(folder.rglob("*")):
         if one.is_file():
@@ -94,10 +98,15 @@ class _Build:
     """One build: a container on the base, and what the instructions have set so far."""
 
     def __init__(
-        self, containers: BoxOwner, base: UnpackedImage, folder: Path, until: float
+        self,
+        containers: BoxOwner,
+        base: UnpackedImage,
+        folder: Path,
+        given: Mapping[str, str],
+        until: float,
     ) -> None:
         self._containers, self._base, self._folder = containers, base, folder
-        self._until, self._config = until, base.config
+        self._until, self._config, self._given = until, base.config, given
         self._arguments: dict[str, str] = {}
 
     async def run(self, steps: Sequence[Instruction], place: Path) -> None:
@@ -146,7 +155,14 @@ class _Build:
         elif step.name == "USER":
             self._config = replace(self._config, user=substituted(step.text, self._variables))
         elif step.name == "ARG":
-            _argument(step, self._arguments, self._variables)
+            _argument(step, self._arguments, self._variables, self._given)
+        elif step.name == "CMD":
+            self._config = replace(self._config, command=started_words(step.text))
+        elif step.name == "ENTRYPOINT":
+            config = self._config
+            own = () if config.command is self._base.config.command else config.command
+            words = started_words(step.text)
+            self._config = replace(config, entrypoint=words, command=own)
         else:
             assert step.name in NO_EFFECT
 
@@ -191,9 +207,16 @@ class _Build:
         return posixpath.normpath(posixpath.join(self._config.workdir, path))
 
 
-def _argument(step: Instruction, arguments: dict[str, str], variables: Mapping[str, str]) -> None:
-    """Give an argument its default: no others can be given here."""
+def _argument(
+    step: Instruction,
+    arguments: dict[str, str],
+    variables: Mapping[str, str],
+    given: Mapping[str, str],
+) -> None:
+    """Give an argument the value that was given for it, else its default."""
     for word in step.words():
         name, sign, value = word.partition("=")
-        if sign:
+        if name in given:
+            arguments[name] = given[name]
+        elif sign:
             arguments[name] = substituted(value, {**arguments, **variables})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import os
 import re
 import tarfile
@@ -27,7 +28,7 @@ async def image_name(api: EngineApi, image: ImageSource, within_s: float) -> str
     try:
         async with asyncio.timeout(within_s):
             if image.build is not None:
-                return await _built(api, image.build)
+                return await _built(api, image, image.build)
             found = parsed(image.reference)
             if isinstance(found, DiskReference):
                 with errors_named(f"image {image.reference}"):
@@ -65,10 +66,11 @@ async def _loaded(api: EngineApi, found: DiskReference) -> str:
     return loaded[1]
 
 
-async def _built(api: EngineApi, folder: Path) -> str:
+async def _built(api: EngineApi, image: ImageSource, folder: Path) -> str:
     content = await asyncio.to_thread(_context, folder)
     name = f"{LABEL}-{base64.b32encode(os.urandom(10)).decode().lower()}"
-    query = {"t": name, "rm": "true", "forcerm": "true"}
+    query = {"t": name, "rm": "true", "forcerm": "true", "dockerfile": image.dockerfile}
+    query["buildargs"] = json.dumps(dict(image.arguments))
     headers = {"Content-Type": "application/x-tar"}
     await api.progress(
         "POST",

@@ -33,12 +33,14 @@ from composer_mesh.plugins.harbor.containers.engine_images import LABEL, image_n
 from composer_mesh.plugins.harbor.containers.port import (
     OUTPUT_BYTES,
     Change,
+    Container,
     ContainerError,
     ContainerSettings,
     ContainerSnapshot,
     FinishedCommand,
     ImageSource,
     NetworkKind,
+    ServiceContainer,
     TooLarge,
     inside,
 )
@@ -139,6 +141,14 @@ class EngineContainers:
             await container.close()
             raise
         return container
+
+    async def start_sidecar(
+        self,
+        settings: ContainerSettings,  # noqa: ARG002
+        main: Container,  # noqa: ARG002
+    ) -> ServiceContainer:
+        """Raise ContainerError: containers of a daemon share no network here."""
+        raise ContainerError("unsupported", f"services of a task: {ONLY_BOXES}")
 
     async def close(self) -> None:
         """Close the connections; containers end with their own `close`."""
@@ -281,6 +291,10 @@ class EngineContainer:
     async def listen(self, port: int) -> socket.socket:  # noqa: ARG002
         """Raise ContainerError: a daemon gives no socket of a container's own network."""
         raise ContainerError("unsupported", f"a socket of its own loopback: {ONLY_BOXES}")
+
+    async def connect(self, port: int) -> socket.socket:  # noqa: ARG002
+        """Raise ContainerError, for the same reason."""
+        raise ContainerError("unsupported", f"a connection to its own loopback: {ONLY_BOXES}")
 
     async def changes(self) -> Mapping[str, Change]:
         """Return the paths that the daemon finds changed, without folders that were not removed."""

@@ -52,12 +52,15 @@ class TooLarge(ValueError):
 class ImageSource:
     """An image: `reference` or `build`, a folder with a Dockerfile; exactly one of the two.
 
-    A reference is `docker.io/library/python:3.11`, `NAME@sha256:HEX`, `oci:DIR:NAME`,
+    `dockerfile` is the path of the Dockerfile below that folder, and `arguments` are values of its
+    ARGs. A reference is `docker.io/library/python:3.11`, `NAME@sha256:HEX`, `oci:DIR:NAME`,
     `oci-archive:FILE[:NAME]`, `docker-archive:FILE[:NAME]` or `rootfs:DIR`.
     """
 
     reference: str = ""
     build: Path | None = None
+    dockerfile: str = "Dockerfile"
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if bool(self.reference) == (self.build is not None):
@@ -76,8 +79,8 @@ class ContainerSettings:
 
     `workdir` and `user` override the image's; a user is a name or a number, with `:group` or
     without. Of the host only `mounts` are visible: folders by absolute path in the container, which
-    may be read and not written. `build_s` bounds pulling and building the image, `start_s` the
-    start of the container.
+    may be read and not written. `names` are host names of the container's own loopback. `build_s`
+    bounds pulling and building the image, `start_s` the start of the container.
     """
 
     image: ImageSource
@@ -90,6 +93,7 @@ class ContainerSettings:
     workdir: str | None = None
     user: str | None = None
     mounts: Mapping[str, Path] = field(default_factory=dict)
+    names: Sequence[str] = ()
     build_s: float = 600.0
     start_s: float = 60.0
 
@@ -166,6 +170,13 @@ class Container(Protocol):
         caller's to close. Raises ContainerError: "unsupported" where a back end has no such thing.
         """
 
+    async def connect(self, port: int) -> socket.socket:
+        """Return a connection to a port of the loopback that programs in the container have.
+
+        It is the caller's to close. Raises OSError where nothing listens there, and ContainerError:
+        "unsupported" where a back end has no such thing.
+        """
+
     async def changes(self) -> Mapping[str, Change]:
         """Return the absolute paths that differ from the image, read from outside.
 
@@ -186,11 +197,24 @@ class Container(Protocol):
         """End the container and remove its files."""
 
 
+class ServiceContainer(Container, Protocol):
+    """A container in the network of another one, with a program of its own."""
+
+    async def serve(
+        self, entrypoint: Sequence[str] | None, command: Sequence[str] | None
+    ) -> FinishedCommand:
+        """Run the image's own program. Waits for its end.
+
+        `entrypoint` and `command` replace those of the image; an entry point without a command
+        has none, as in Compose. Raises ContainerError with the kind "start" if there is no program.
+        """
+
+
 class Containers(Protocol):
     """A back end; one of a process, with a bounded number of containers at once."""
 
     own_loopback: bool
-    """Whether `listen` and a change of the network work."""
+    """Whether `listen`, `connect`, `start_sidecar` and a change of the network work."""
 
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
         """Pull, unpack or build an image; return the identity of its content."""
@@ -202,6 +226,13 @@ class Containers(Protocol):
 
         Raises ContainerError, at once with the kind "unsupported" for settings that this back end
         cannot meet.
+        """
+
+    async def start_sidecar(self, settings: ContainerSettings, main: Container) -> ServiceContainer:
+        """Start a container in the network of `main`, which outlives the processes of both.
+
+        It takes no place of its own. Raises ContainerError: "unsupported" where a back end has no
+        such thing.
         """
 
     def describe(self) -> Iterator[str]:

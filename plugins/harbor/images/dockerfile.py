@@ -1,7 +1,7 @@
 """Reads the part of a Dockerfile that is built without a daemon; all else is refused by name.
 
-FROM (one), RUN, COPY, WORKDIR, ENV, USER and ARG, as Docker means them. CMD, ENTRYPOINT, LABEL and
-EXPOSE are read and have no effect: nothing of a container's start is left to its image.
+FROM (one), RUN, COPY, WORKDIR, ENV, USER, ARG, CMD and ENTRYPOINT, as Docker means them. LABEL and
+EXPOSE are read and have no effect. Only services run what CMD and ENTRYPOINT state.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from pathlib import Path
 
 from composer_mesh.plugins.harbor.containers.port import ContainerError
 
-NO_EFFECT = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE")
-KNOWN = ("FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "ARG", *NO_EFFECT)
+NO_EFFECT = ("LABEL", "EXPOSE")
+KNOWN = (
+    *("FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "ARG", "CMD", "ENTRYPOINT"),
+    *NO_EFFECT,
+)
 VARIABLE = re.compile(r"\\(.)|\$(?:(\w+)|\{(\w+)(?:(:[-+])([^}]*))?\})", re.DOTALL)
 OPTIONS = re.compile(r"^--|<<-?['\"]?\w")
 DIRECTIVE = re.compile(r"#\s*(escape)\s*=", re.IGNORECASE)
@@ -45,9 +48,9 @@ class Instruction:
             raise self.error(str(error)) from None
 
 
-def instructions(folder: Path) -> Iterator[Instruction]:
-    """Yield the instructions of a folder's Dockerfile; raises ContainerError."""
-    file = folder / "Dockerfile"
+def instructions(folder: Path, name: str = "Dockerfile") -> Iterator[Instruction]:
+    """Yield the instructions of a Dockerfile in a folder; raises ContainerError."""
+    file = folder / name
     try:
         text = file.read_bytes()[: MOST_BYTES + 1].decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -90,6 +93,17 @@ def _instruction(text: str, line: int) -> Instruction:
     if found.name in ("RUN", "COPY") and OPTIONS.search(found.text):
         raise found.error(f"options and here-documents are {WITHOUT}")
     return found
+
+
+def started_words(text: str) -> list[str]:
+    """Return the words of what CMD or ENTRYPOINT starts: a JSON list, or a line of the shell.
+
+    >>> started_words('["a", "b"]'), started_words("a b"), started_words("[]")
+    (['a', 'b'], ['/bin/sh', '-c', 'a b'], [])
+    """
+    if text.replace(" ", "") == "[]":
+        return []
+    return exec_form(text) or ["/bin/sh", "-c", text]
 
 
 def exec_form(text: str) -> list[str] | None:

@@ -40,11 +40,13 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """What an image says of its containers; the entry point is not used here."""
+    """What an image says of its containers; only services run its entry point and command."""
 
     environment: Mapping[str, str]
     workdir: str
     user: str
+    entrypoint: Sequence[str] = ()
+    command: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,25 @@ def config(content: bytes, what: str) -> tuple[ImageConfig, list[str]]:
     ):
         raise invalid(f"{what} has no digests of layers")
     own = found.get("config") or {}
-    variables = own.get("Env") or [] if isinstance(own, dict) else None
-    if not isinstance(variables, list) or not all(isinstance(one, str) for one in variables):
-        raise invalid(f"{what} has an environment that is no list of texts")
+    if not isinstance(own, dict):
+        raise invalid(f"{what} has a config that is no object")
+    variables, entrypoint, command = (
+        _texts(own.get(key) or [], f"{what}: {key}") for key in ("Env", "Entrypoint", "Cmd")
+    )
     pairs = [one.partition("=") for one in variables]
     return (
         ImageConfig(
             {name: value for name, sign, value in pairs if sign and name},
             str(own.get("WorkingDir") or "/"),
             str(own.get("User") or ""),
+            entrypoint,
+            command,
         ),
         digests,
     )
+
+
+def _texts(found: object, what: str) -> list[str]:
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise invalid(f"{what} is no list of texts")
+    return found

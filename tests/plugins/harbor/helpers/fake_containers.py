@@ -7,6 +7,7 @@ decide at each point what fails; the clock is the one of the commands alone.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class FakeContainer:
     links: set[str] = field(default_factory=set)
     background: list[Callable[[FakeContainer], None]] = field(default_factory=list)
     closed: bool = False
+    words: tuple[Sequence[str] | None, Sequence[str] | None] = (None, None)
+    """The program that it serves by."""
 
     async def run(
         self,
@@ -162,6 +165,21 @@ class FakeContainer:
         self._at(f"listen {port}")
         return socket.create_server(("127.0.0.1", 0))
 
+    async def connect(self, port: int) -> socket.socket:
+        self._at(f"connect {port}")
+        made = socket.create_connection(("127.0.0.1", port))
+        made.setblocking(False)
+        return made
+
+    async def serve(
+        self, entrypoint: Sequence[str] | None, command: Sequence[str] | None
+    ) -> FinishedCommand:
+        self.words = entrypoint, command
+        if (ended := self._at("serve")) is None:
+            await asyncio.Event().wait()
+        assert ended is not None
+        return ended
+
     async def stop_processes(self, network: NetworkKind | None = None) -> None:
         self._at("stop" if network is None else f"stop {network}")
         for late in self.background:
@@ -192,6 +210,8 @@ class FakeContainers:
     image: dict[str, bytes] = field(default_factory=lambda: dict(IMAGE))
     most: int = 1
     made: list[FakeContainer] = field(default_factory=list)
+    sidecars: list[FakeContainer] = field(default_factory=list)
+    """Those of services, which take no place."""
     own_loopback: bool = True
 
     async def prepare(self, image: ImageSource, *, build_s: float = 600.0) -> str:
@@ -208,8 +228,17 @@ class FakeContainers:
         self.made.append(container)
         return container
 
+    async def start_sidecar(
+        self, settings: ContainerSettings, main: FakeContainer
+    ) -> FakeContainer:
+        assert not main.closed
+        container = FakeContainer(self, settings, dict(self.image))
+        self.fault(container, "start service")
+        self.sidecars.append(container)
+        return container
+
     def describe(self) -> Iterator[str]:
         yield "containers in memory"
 
     async def close(self) -> None:
-        assert all(one.closed for one in self.made)
+        assert all(one.closed for one in (*self.made, *self.sidecars))

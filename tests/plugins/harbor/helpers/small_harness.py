@@ -41,6 +41,9 @@ class Server:
     def __init__(self, command: str, args: list) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen([command, *args], text=True, **pipes)
+        self.begin()
+
+    def begin(self) -> None:
         client = {"name": "small", "version": "1"}
         hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client}
         self.result("initialize", hello)
@@ -59,11 +62,37 @@ class Server:
         return said["content"][0]["text"]
 
 
+class HttpServer(Server):
+    """A server of MCP by its URL, which answers in JSON."""
+
+    def __init__(self, url: str, headers: dict) -> None:
+        self.url, self.headers = url, {"Content-Type": "application/json", **headers}
+        self.begin()
+
+    def send(self, message: dict) -> None:
+        request = urllib.request.Request(self.url, json.dumps(message).encode(), self.headers)
+        with urllib.request.urlopen(request, timeout=60) as said:
+            if session := said.headers.get("Mcp-Session-Id"):
+                self.headers["Mcp-Session-Id"] = session
+            self.answer = said.read()
+
+    def result(self, method: str, params: dict) -> dict:
+        self.send({"jsonrpc": "2.0", "id": 1, "method": method, "params": params})
+        return json.loads(self.answer)["result"]
+
+
+def opened(listed: dict) -> Server:
+    """Start or connect to a server."""
+    if listed["type"] == "stdio":
+        return Server(listed["command"], listed["args"])
+    return HttpServer(listed["url"], listed["headers"])
+
+
 def servers() -> dict:
     """Start the servers of the task by their names."""
     file = os.environ.get("COMPOSER_MESH_MCP_CONFIG")
     listed = json.loads(Path(file).read_text())["mcpServers"] if file else {}
-    return {name: Server(one["command"], one["args"]) for name, one in listed.items()}
+    return {name: opened(one) for name, one in listed.items()}
 
 
 def offered(started: dict) -> list:

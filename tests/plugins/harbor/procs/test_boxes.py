@@ -349,7 +349,7 @@ COPY data /copied/
 RUN echo "$NAME $GREETING" > built && \\
     mkdir deep
 USER agent
-CMD ["ignored"]
+CMD ["cat", "built"]
 """
 
 
@@ -373,6 +373,14 @@ async def test_a_dockerfile_is_built_once(
         "/work/app\na.txt\nbuilt\ndeep\nplain\ntiny hello world\nplain hello world\na.txt\nb.md\n"
         f"{user}"
     )
+    service = await containers.start_sidecar(ContainerSettings(source), container)
+    assert (await service.serve(None, None)).output == b"tiny hello world\n"
+    assert (await service.serve(["head", "-c", "4"], ["built"])).output == b"tiny"
+    await service.close()
+    await container.close()
+    named = replace(source, arguments={"NAME": "huge"})
+    container = await containers.start(ContainerSettings(named))
+    assert await said(container, "cat built") == "huge hello world"
     await container.close()
     assert await containers.prepare(source) == identity
     (context / "data/a.txt").write_text("changed")
@@ -405,3 +413,77 @@ async def test_files_that_do_not_fit_say_so(start: Start) -> None:
     with pytest.raises(ContainerError) as raised:
         await container.put({"big": bytes(80 * MIB)}, "/dev/shm")
     assert raised.value.kind == "disk_full"
+
+
+async def test_an_entry_point_takes_the_command_of_its_image_and_not_that_of_its_base(
+    containers: BoxContainers, image: ImageSource, tmp_path: Path
+) -> None:
+    for text, output in (
+        ('ENTRYPOINT ["cat", "/etc/group"]\nCMD ["/etc/passwd"]', b"root:x:0:"),
+        ('CMD ["/etc/group"]\nENTRYPOINT ["cat"]', b"root:x:0:"),
+        ("ENTRYPOINT exec id -u", b"0\n"),
+        ("CMD id -u", b"0\n"),
+    ):
+        (tmp_path / "Other").write_text(f"FROM {image.reference}\n{text}\n")
+        source = ImageSource(build=tmp_path, dockerfile="Other")
+        main = await containers.start(ContainerSettings(source))
+        service = await containers.start_sidecar(ContainerSettings(source), main)
+        assert (await service.serve(None, None)).output.startswith(output)
+        with pytest.raises(ContainerError, match="states a command") as raised:
+            await service.serve([], None)
+        assert raised.value.kind == "start"
+        await service.close()
+        await main.close()
+
+
+async def test_containers_share_one_network_and_nothing_else(
+    containers: BoxContainers, start: Start, image: ImageSource
+) -> None:
+    settings = ContainerSettings(image, processes=64, names=("web", "main"))
+    main = await start(names=("web", "main"))
+    other = await start()
+    web = await containers.start_sidecar(settings, main)
+    network, mounts = (f"ls -l /proc/self/ns/{one}" for one in ("net", "mnt"))
+    try:
+
+        async def network_of(container: BoxContainer) -> str:
+            return (await said(container, network)).split()[-1]
+
+        first = await network_of(main)
+        assert await network_of(web) == first != await network_of(other)
+        assert (await said(web, mounts)).split()[-1] != (await said(main, mounts)).split()[-1]
+        assert "127.0.0.1 web" in await said(main, "cat /etc/hosts")
+        await web.put({"secret": b"x"}, "/work")
+        assert "secret" not in await said(main, "ls /work /proc/1/root 2>&1")
+        await sh(main, "kill -9 -1")
+        await main.stop_processes()
+        assert await network_of(main) == first
+        await web.stop_processes()
+        assert await network_of(web) == first
+        listening = await web.listen(9000)
+        connected = await main.connect(9000)
+        accepted, _ = await asyncio.to_thread(listening.accept)
+        for one in (listening, connected, accepted):
+            one.close()
+        with pytest.raises(ConnectionRefusedError):
+            await other.connect(9000)
+        with pytest.raises(ContainerError, match="shares its network keeps it"):
+            await main.stop_processes("host")
+        await main.close()
+        assert await network_of(web) == first
+        with pytest.raises(ContainerError, match="has ended, or has no network") as raised:
+            await containers.start_sidecar(settings, main)
+        assert raised.value.kind == "start"
+    finally:
+        await web.close()
+
+
+async def test_a_network_of_the_host_is_not_shared(
+    containers: BoxContainers, start: Start, image: ImageSource
+) -> None:
+    main = await start(network="host")
+    with pytest.raises(ContainerError, match="has no network of its own"):
+        await containers.start_sidecar(ContainerSettings(image), main)
+    with pytest.raises(ContainerError) as raised:
+        await containers.start_sidecar(ContainerSettings(image, network="host"), main)
+    assert raised.value.kind == "unsupported"

@@ -38,7 +38,8 @@ def test_a_single_task_is_trained_and_evaluated_and_check_says_so(tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"environment/docker-compose.yaml": "services: {}"}, "docker-compose.yaml starts several"),
+        ({"environment/docker-compose.yaml": "services: {}"}, "there is no service 'main'"),
+        ({"environment/compose.yml": "services: {}"}, "rename it to docker-compose.yaml"),
         ({"tests/test.sh": ""}, "no tests/test.sh"),
         ({"instruction.md": ""}, "no instruction.md"),
         ({"task.toml": "[agent]\n"}, "neither environment/Dockerfile nor"),

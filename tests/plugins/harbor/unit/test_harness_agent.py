@@ -108,6 +108,25 @@ def test_each_harness_gets_the_servers_of_a_task_in_its_own_configuration() -> N
     assert config["model_provider"] == "mesh"
 
 
+HTTP = McpServerTable(
+    name="two", transport="http", url="http://web:1/mcp", headers={"Authorization": "${KEY}"}
+)
+SSE = McpServerTable(name="old", url="http://web:1/sse")
+
+
+def test_a_harness_gets_the_urls_of_servers_and_codex_none_of_the_older_transport() -> None:
+    plain = Launch(["run"], 1, 10.0)
+    given = json.loads(with_servers(plain, "task", [HTTP, SSE]).files["mcp.json"])["mcpServers"]
+    assert given["two"] == {"type": "http", "url": HTTP.url, "headers": HTTP.headers}
+    assert given["old"] == {"type": "sse", "url": SSE.url, "headers": {}}
+    codex = replace(plain, harness="codex", files=codex_files(AnAgent.base_url))
+    config = tomllib.loads(with_servers(codex, "task", [HTTP]).files["config.toml"])
+    table = config["mcp_servers"]["two"]
+    assert (table["url"], table["http_headers"]) == (HTTP.url, HTTP.headers)
+    with pytest.raises(UnusableTask, match="'old' with transport 'sse', and codex has stdio"):
+        with_servers(codex, "task", [SSE])
+
+
 def test_a_task_without_servers_changes_no_launch() -> None:
     launch = Launch(["run"], 1, 10.0, harness="mini-swe-agent")
     assert with_servers(launch, "task", []) is launch

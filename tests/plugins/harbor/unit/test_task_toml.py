@@ -112,6 +112,22 @@ def test_unknown_keys_are_reported_at_any_depth(tmp_path: Path) -> None:
         ("[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['*']", "'*': write a name"),
         ("[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['10.0.0.1/8']", "a CIDR range"),
         ("[[environment.mcp_servers]]\nname = 'a'", "url is not set but transport is 'sse'"),
+        *(
+            (f"[[environment.mcp_servers]]\nname = 'a'\nurl = '{url}'", "write http://HOST:PORT")
+            for url in ("ftp://a", "http://", "http://u:p@a/", "http://a:b/", "http://a:0/", "a b")
+        ),
+        *(
+            (
+                f"[[environment.mcp_servers]]\nname = 'a'\nurl = 'http://a'\nheaders = {{{one}}}",
+                said,
+            )
+            for one, said in (
+                ("'a b' = 'c'", "'a b', which is no header of HTTP"),
+                ('a = "b\\nc"', "'a', which is no header of HTTP"),
+                ("Authorization = 'Bearer abc'", "'Authorization', which is a credential: write"),
+                ("X-Api-Key = 'abc'", "'X-Api-Key', which is a credential: write"),
+            )
+        ),
         ("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\n", "remove one of them"),
         ("[[steps]]\nname = 'a'\n[[steps]]\nname = 'A'", "two steps have one name"),
         ("[[steps]]\nname = '../up'", "steps.0.name is '../up': "),
@@ -140,7 +156,6 @@ def test_a_wrong_value_is_refused_with_file_key_and_value(
         ("[environment]\nskills_dir = '/skills'", "skills"),
         ("[[verifier.collect]]\ncommand = 'x'\nservice = 'db'", "service 'db'"),
         ("artifacts = [{source = '/a', service = 'db'}]", "service 'db'"),
-        ("[[environment.mcp_servers]]\nname = 'a'\nurl = 'http://a'", "only stdio servers"),
         ("[verifier.environment]\nos = 'windows'", "verifier.environment.os"),
     ],
 )

@@ -1,8 +1,8 @@
-"""MCP servers of a task: programs in the container that speak JSON lines over stdin and stdout.
+"""MCP servers of a task: programs in its container, and those that its services offer by a URL.
 
-A server lives as long as the container. Each request is one line into a pipe in the container, and
-its answer the line with its id that comes out of another. Everything here belongs to the agent's
-machine: what a server answers is an observation, as the output of any command is.
+Everything here belongs to the agent's machine: what a server answers is an observation, as the
+output of any command is. A program speaks JSON lines over stdin and stdout and lives as long as the
+container. Each request is one line into a pipe there; its answer is the line with its id.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from composer_mesh.plugins.harbor.machine import SETUP_S, Machine, TaskFailure
+from composer_mesh.plugins.harbor.machine import SETUP_S, Machine
+from composer_mesh.plugins.harbor.mcp_http import EventStream, HttpServer
+from composer_mesh.plugins.harbor.services import TaskFailure
 from composer_mesh.plugins.harbor.task_toml import McpServerTable
 from composer_mesh.tasks.errors import ToolError
 
@@ -32,32 +34,87 @@ ASK = (
 """Sends a line and prints the one that holds an id; lines of earlier requests are passed over."""
 
 
-class McpPrograms:
+class McpTransport(Protocol):
+    """The way to one server."""
+
+    async def open(self) -> None:
+        """Start the server, or wait until its URL can be connected to. Raises TaskFailure."""
+
+    async def exchange(self, message: Mapping[str, Any], seconds: float) -> Any:
+        """Send a message; return what was answered to its id, or None for one without an id.
+
+        Raises TimeoutError, ValueError for what is no answer, and ToolError.
+        """
+
+    async def close(self) -> None:
+        """Close what is open."""
+
+
+class McpProgram:
+    """A program in the container."""
+
+    def __init__(self, machine: Machine, server: McpServerTable) -> None:
+        self._machine, self._server = machine, server
+        self._folder = ""
+
+    async def open(self) -> None:
+        """Start the program; one of an earlier step has ended with its processes."""
+        self._folder = f"/tmp/mcp-{secrets.token_hex(6)}"
+        command = [str(self._server.command), *self._server.args]
+        argv = ["/bin/sh", "-c", START, "sh", self._folder, *command]
+        done = await self._machine.run_program(argv, timeout_s=SETUP_S)
+        if done.exit_code != 0:
+            said = done.errors.decode(errors="replace")[-300:]
+            raise TaskFailure("mcp_server", f"{self._server.name!r} cannot be started: {said}")
+
+    async def exchange(self, message: Mapping[str, Any], seconds: float) -> Any:
+        """Write a line, and read the one that has its id."""
+        script = ASK if "id" in message else SEND
+        done = await self._machine.run_program(
+            ["/bin/sh", "-c", script, "sh", self._folder, str(message.get("id"))],
+            stdin=f"{json.dumps(message)}\n".encode(),
+            timeout_s=seconds,
+        )
+        if done.ended == "wall_time":
+            raise TimeoutError
+        return json.loads(done.output) if "id" in message else None
+
+    async def close(self) -> None:
+        """Do nothing: it ends with the processes of its step."""
+
+
+def opened(machine: Machine, server: McpServerTable) -> McpTransport:
+    """Return the way to a server, which is not opened yet."""
+    if server.transport == "stdio":
+        return McpProgram(machine, server)
+    return (EventStream if server.transport == "sse" else HttpServer)(machine, server)
+
+
+class TaskMcpServers:
     """The servers of one episode, and their tools."""
 
     def __init__(self, machine: Machine, servers: Sequence[McpServerTable]) -> None:
-        self._machine, self._servers = machine, servers
-        self._folders: dict[str, str] = {}
+        self._servers = {one.name: opened(machine, one) for one in servers}
         self.tools: dict[str, list[dict[str, Any]]] = {}
         """The tools of each server, as it describes them."""
 
     async def start(self) -> None:
-        """Start all servers and list their tools; raise TaskFailure where one does not answer.
+        """Open all servers and list their tools; raise TaskFailure where one does not answer.
 
-        Each step of a task has servers of its own: those of the step before it have ended.
+        Each step of a task has sessions of its own, and programs: those of the last have ended.
         """
-        for server in self._servers:
-            folder = f"/tmp/mcp-{secrets.token_hex(6)}"
-            self._folders[server.name] = folder
-            argv = ["/bin/sh", "-c", START, "sh", folder, str(server.command), *server.args]
-            done = await self._machine.run_program(argv, timeout_s=SETUP_S)
-            if done.exit_code != 0:
-                said = done.errors.decode(errors="replace")[-300:]
-                raise TaskFailure("mcp_server", f"{server.name!r} cannot be started: {said}")
+        for name, server in self._servers.items():
+            await server.close()
             try:
-                self.tools[server.name] = await self._listed(server.name)
+                await server.open()
+                self.tools[name] = await self._listed(name)
             except ToolError as error:
-                raise TaskFailure("mcp_server", f"{server.name!r}: {error.text}") from None
+                raise TaskFailure("mcp_server", f"{name!r}: {error.text}") from None
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for server in self._servers.values():
+            await server.close()
 
     def described(self) -> str:
         """Return the part of the first message that lists the tools."""
@@ -109,32 +166,29 @@ class McpPrograms:
         raise ToolError("mcp_error", f"it lists tools on more than {MOST_PAGES} pages")
 
     async def _notify(self, server: str, method: str) -> None:
-        line = json.dumps({"jsonrpc": "2.0", "method": method}) + "\n"
-        argv = ["/bin/sh", "-c", SEND, "sh", self._folders[server]]
-        await self._machine.run_program(argv, stdin=line.encode(), timeout_s=SETUP_S)
+        await self._exchange(server, {"jsonrpc": "2.0", "method": method}, SETUP_S)
 
     async def _request(
         self, server: str, method: str, params: Mapping[str, Any], seconds: float
     ) -> dict[str, Any]:
         """Return the result of a request; raise ToolError where there is none."""
         name = f"cm-{secrets.token_hex(6)}"
-        line = json.dumps({"jsonrpc": "2.0", "id": name, "method": method, "params": dict(params)})
-        done = await self._machine.run_program(
-            ["/bin/sh", "-c", ASK, "sh", self._folders[server], name],
-            stdin=f"{line}\n".encode(),
-            timeout_s=seconds,
-        )
-        if done.ended == "wall_time":
-            raise ToolError("mcp_timeout", f"{method} took over {done.seconds:.0f} s")
-        try:
-            answer = json.loads(done.output)
-        except (ValueError, RecursionError):
-            raise ToolError("mcp_error", f"the server gave no answer to {method}") from None
+        message = {"jsonrpc": "2.0", "id": name, "method": method, "params": dict(params)}
+        answer = await self._exchange(server, message, seconds)
         if not isinstance(answer, dict) or not isinstance(answer.get("result"), dict):
             error = answer.get("error") if isinstance(answer, dict) else None
             said = error.get("message") if isinstance(error, dict) else "an answer without a result"
             raise ToolError("mcp_error", f"{method}: {str(said)[:500]}")
         return dict(answer["result"])
+
+    async def _exchange(self, server: str, message: Mapping[str, Any], seconds: float) -> Any:
+        method = message["method"]
+        try:
+            return await self._servers[server].exchange(message, seconds)
+        except TimeoutError:
+            raise ToolError("mcp_timeout", f"{method} took too long") from None
+        except (ValueError, RecursionError):
+            raise ToolError("mcp_error", f"the server gave no answer to {method}") from None
 
 
 def _is_text(value: object) -> bool:

@@ -1,0 +1,3 @@
+"""What fuzz tests share."""
+
+from fuzz_tests import *  # noqa: F403
