@@ -86,6 +86,19 @@ def _seconds(given: Any) -> Any:
     return sum(float(number) * TIMES[unit] for number, unit in parts)
 
 
+def _line(given: Any) -> Any:
+    """Return the line that a shell runs for a healthcheck."""
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        return given
+    kind, *words = given or [""]
+    if kind not in ("CMD", "CMD-SHELL") or not words:
+        raise ValueError(
+            f"{given} is no check: write a line, or a list that begins with CMD or CMD-SHELL and "
+            "a command; a service without a check has no healthcheck"
+        )
+    return shlex.join(words) if kind == "CMD" else " ".join(words)
+
+
 def _needed(given: Any) -> Any:
     listed = isinstance(given, list) and all(isinstance(one, str) for one in given)
     return {one: {} for one in given} if listed else given
@@ -119,35 +132,17 @@ class DependsTable(ComposeTable):
 class ComposeHealthcheck(ComposeTable):
     """A command that ends with 0 once a service is ready. Defaults are Docker's."""
 
-    test: str | list[str]
+    test: Annotated[str, BeforeValidator(_line)]
     interval: Time = 30.0
     timeout: Time = 30.0
     start_period: Time = 0.0
     start_interval: Time = 5.0
     retries: Annotated[int, Field(ge=1, le=10_000)] = 3
 
-    @model_validator(mode="after")
-    def _has_a_command(self) -> Self:
-        if not isinstance(self.test, str) and self.command is None:
-            raise ValueError(
-                f"test is {self.test}: write a line of the shell, or a list that begins with CMD "
-                "or CMD-SHELL; a service without a check has no healthcheck"
-            )
-        return self
-
-    @property
-    def command(self) -> str | None:
-        """The line that a shell runs."""
-        if isinstance(self.test, str):
-            return self.test
-        first, *rest = self.test or [""]
-        line = shlex.join(rest) if first == "CMD" else " ".join(rest)
-        return line if first in ("CMD", "CMD-SHELL") and rest else None
-
     def read(self) -> HealthcheckTable:
         """Return it as the healthcheck of a task.toml."""
         return HealthcheckTable(
-            command=str(self.command),
+            command=self.test,
             interval_sec=self.interval,
             timeout_sec=self.timeout,
             start_period_sec=self.start_period,

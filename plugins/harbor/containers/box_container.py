@@ -42,6 +42,8 @@ END_S = 30.0
 LONGEST_REPORT = 1 << 16
 NO_MEMORY = 12
 KILLED = 128 + 9
+SERVICE_BYTES = 1 << 16
+"""Kept of what a service writes; the rest is read and dropped."""
 LOOPBACK = "127.0.0.1"
 HOSTS = b"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 box\n"
 DIED = "its first process, or the one that holds it, was killed"
@@ -210,7 +212,7 @@ class BoxContainer:
         words = [*first, *(inherited if command is None else command)]
         if not words:
             raise ContainerError("start", "neither the image nor its service states a command")
-        return await self.run(words, timeout_s=math.inf, output_bytes=OUTPUT_BYTES)
+        return await self.run(words, timeout_s=math.inf, output_bytes=SERVICE_BYTES)
 
     async def put(
         self,

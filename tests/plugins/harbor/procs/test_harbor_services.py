@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import http_mcp_server
 import pytest
 import small_harness
 from agent_templates import FAMILIES
@@ -17,6 +16,7 @@ from harbor_folders import SUBMIT, bash, session_of, written
 from harness_episodes import harness_trace
 from python_image import python_root
 from scripted_generation import ScriptedGeneration
+from service_tasks import COMPOSE, TESTS, TOML, service_task
 
 from composer_mesh.mesh.private_folder import entered_folder
 from composer_mesh.plugins.harbor.harness import PROGRAM
@@ -27,45 +27,6 @@ from composer_mesh.rollouts.tool_calls import call_text
 from composer_mesh.tasks.running import RunningEpisode
 from composer_mesh.tasks.task import TaskSettings
 
-COMPOSE = """
-services:
-  main:
-    depends_on:
-      mcp-server:
-        condition: service_healthy
-  mcp-server:
-    build:
-      context: ./mcp-server
-      args: {PORT: "8000"}
-    environment:
-      - WORDS=lantern harbor
-      - ANSWERS=%s
-    expose: ["8000"]
-    healthcheck:
-      test: ["CMD", "python3", "-c", "import socket; socket.create_connection(('127.0.0.1', 8000))"]
-      interval: 100ms
-      retries: 600
-"""
-DOCKERFILE = """FROM rootfs:{}
-ARG PORT
-COPY server.py /srv/server.py
-RUN echo "port $PORT" > /srv/port.txt
-WORKDIR /srv
-CMD ["python3", "server.py"]
-"""
-TOML = """[environment]
-workdir = "/app"
-docker_image = "rootfs:{root}"
-[[environment.mcp_servers]]
-name = "words"
-transport = "{transport}"
-url = "http://mcp-server:8000/{path}"
-"""
-TESTS = """#!/bin/sh
-[ "$(cat /app/words.txt)" = "lantern harbor" ] && reward=1
-echo ${reward:-0} > /logs/verifier/reward.txt
-"""
-SERVER = Path(http_mcp_server.__file__).read_text()
 CALL = call_text("call_mcp_tool", {"server": "words", "tool": "next_word", "arguments": {}})
 GOLD = [CALL, CALL, bash("echo lantern harbor > words.txt"), SUBMIT]
 
@@ -93,21 +54,9 @@ class World:
     ) -> HarborTask:
         """Return such a task."""
         root = self.folder / "root"
-        toml = TOML.format(root=root, transport=transport, path="mcp")
-        if transport == "sse":
-            toml = TOML.format(root=root, transport=transport, path="sse")
+        given = {"environment/docker-compose.yaml": compose, **(files or {})}
         place = self.folder / f"task-{id(self)}"
-        written(
-            place,
-            {
-                "task.toml": toml,
-                "tests/test.sh": TESTS,
-                "environment/docker-compose.yaml": compose,
-                "environment/mcp-server/Dockerfile": DOCKERFILE.format(root),
-                "environment/mcp-server/server.py": SERVER,
-                **(files or {}),
-            },
-        )
+        written(place, {**service_task(root, transport), **given})
         task = HarborTask.create(TaskSettings(path=place, max_turns=30), **options)
         task.sandbox = self.containers
         await task.check_sandbox(self.containers)
@@ -205,6 +154,33 @@ async def test_a_service_that_ends_later_is_what_the_agent_finds(world: World) -
         assert (await running.outcome()).reward == 0.0
     finally:
         await running.close()
+
+
+OWN = """[environment]
+workdir = "/app"
+[environment.env]
+WORDS = "lantern harbor"
+[environment.healthcheck]
+command = "(python3 /srv/server.py > /dev/null 2>&1 &)"
+[[environment.mcp_servers]]
+name = "words"
+transport = "http"
+url = "http://localhost:8000/mcp"
+"""
+
+
+async def test_a_server_that_the_task_starts_in_its_own_container_is_waited_for(
+    world: World,
+) -> None:
+    files = service_task(world.folder / "root")
+    files = {
+        "task.toml": OWN,
+        "environment/Dockerfile": files["environment/mcp-server/Dockerfile"],
+        "environment/server.py": files["environment/mcp-server/server.py"],
+        "environment/docker-compose.yaml": "",
+    }
+    reward, shown = await world.played(GOLD, "", "http", files)
+    assert (reward, shown[1:3]) == (1.0, ["lantern", "harbor"])
 
 
 LISTED = """[environment]

@@ -17,6 +17,7 @@ from harbor_folders import written
 from harness_episodes import harness_trace
 from python_image import python_root, with_image
 from scripted_generation import ScriptedGeneration
+from service_tasks import service_task
 
 from composer_mesh.mesh.private_folder import entered_folder
 from composer_mesh.plugins.harbor.harness_agent import RECIPES
@@ -66,6 +67,8 @@ def folder() -> Path:
     root = python_root(folder / "root", found)
     written(folder / "task", {"task.toml": TOML.format(root), "tests/test.sh": TESTS})
     with_image(EXAMPLES, folder / "examples", root)
+    for transport in ("http", "sse"):
+        written(folder / transport, service_task(root, transport))
     return folder
 
 
@@ -125,3 +128,19 @@ async def test_an_unmodified_harness_calls_a_server_of_its_task_by_its_own_clien
     assert trace.reward == 1.0, trace.messages[-1]
     results = [str(one["content"]) for one in trace.messages if one["role"] == "tool"]
     assert [results[0].rstrip().endswith("7"), results[1].rstrip().endswith("12")] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("harness", "transport"), [("claude-code", "http"), ("claude-code", "sse"), ("codex", "http")]
+)
+async def test_an_unmodified_harness_calls_the_server_of_a_service_by_its_url(
+    folder: Path, containers: Any, chat: ChatFormat, harness: str, transport: str
+) -> None:
+    tool, argument = SHELLS[harness]
+    write = call_text(tool, {argument: "echo lantern harbor > words.txt"})
+    calls = [call_text("mcp__words__next_word", {}), call_text("mcp__words__next_word", {})]
+    generation = ScriptedGeneration(chat, *calls, write, "It is done.")
+    trace = await played(folder / transport, containers, generation, harness)
+    results = [str(one["content"]) for one in trace.messages if one["role"] == "tool"]
+    assert ["lantern" in results[0], "harbor" in results[1]] == [True, True], results
+    assert trace.reward == 1.0, trace.messages[-1]
