@@ -108,6 +108,36 @@ async def test_tests_on_a_fresh_machine_have_services_of_their_own(tmp_path: Pat
     await containers.close()
 
 
+async def test_a_step_after_one_whose_tests_broke_has_services_again(tmp_path: Path) -> None:
+    def fault(container: FakeContainer, point: str) -> FinishedCommand | None:
+        return finished() if point == "test" and container is containers.made[0] else None
+
+    steps = {f"steps/{one}/instruction.md": f"Step {one}." for one in ("one", "two")}
+    files = {**FILES, **steps, "task.toml": TOML + STEPS}
+    containers = FakeContainers(fault)
+    actions = [RIGHT[0], SUBMIT, bash("print here"), SUBMIT]
+    outcome, shown = await played(made(written(tmp_path / "task", files), containers), actions)
+    await containers.close()
+    assert "here" in str(shown[-2].messages)
+    assert outcome.reward == 0.5  # the first step has none: the agent's machine was the cause
+    assert len(containers.made) == 3
+    assert [str(one.settings.image) for one in containers.sidecars] == ["store:1", "web:1"] * 3
+
+
+async def test_a_separate_verifier_has_the_image_of_main_and_no_services(tmp_path: Path) -> None:
+    compose = COMPOSE.replace("  main:\n", "  main:\n    image: main:1\n")
+    toml = 'artifacts = ["/app"]\n' + TOML + '[verifier]\nenvironment_mode = "separate"\n'
+    files = {"environment/docker-compose.yaml": compose, "task.toml": toml}
+    containers = FakeContainers()
+    outcome, _ = await played(made(written(tmp_path / "task", files), containers), RIGHT)
+    assert outcome.reward == 1.0
+    agent, verifier = containers.made
+    assert {str(agent.settings.image), str(verifier.settings.image)} == {"main:1"}
+    assert (agent.settings.names != (), verifier.settings.names) == (True, ())
+    assert len(containers.sidecars) == 2
+    await containers.close()
+
+
 @pytest.mark.parametrize(
     ("compose", "toml", "network", "said"),
     [
