@@ -14,7 +14,8 @@ from itertools import count
 
 WORDS = os.environ.get("WORDS", "").split()
 ANSWERS = os.environ.get("ANSWERS", "json")
-TOOL = {"name": "next_word", "description": "Returns the next word.", "inputSchema": {}}
+SCHEMA = {"type": "object", "properties": {}}
+TOOL = {"name": "next_word", "description": "Returns the next word.", "inputSchema": SCHEMA}
 SESSION = "Mcp-Session-Id"
 calls, sessions = count(), {}
 
@@ -24,7 +25,11 @@ def answered(message: dict) -> dict:
     method = message["method"]
     if method == "initialize":
         about = {"name": "words", "version": "1"}
-        result = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": about}
+        result = {
+            "protocolVersion": "2025-06-18",
+            "capabilities": {"tools": {}},
+            "serverInfo": about,
+        }
     elif method == "tools/list":
         result = {"tools": [TOOL]}
     else:
@@ -63,7 +68,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(200, other + event(text), "text/event-stream", session)
 
     def do_GET(self) -> None:
-        """Open a stream of events."""
+        """Open a stream of events; streamable HTTP has none here."""
+        if self.path != "/sse":
+            return self.reply(405)
         session = f"s{len(sessions)}"
         sessions[session] = queue.Queue()
         self.send_response(200)
