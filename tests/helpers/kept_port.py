@@ -1,4 +1,4 @@
-"""The port of a server that is started again: nobody else gets it in the meantime."""
+"""The port of a server that is not there yet, or comes back: nobody else gets it meanwhile."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def kept_port(port: int) -> Iterator[None]:
-    """Keep a port of 127.0.0.1 on which no server listens; another one may listen while it is kept.
+def kept_port(port: int = 0) -> Iterator[int]:
+    """Keep a port of 127.0.0.1, 0 for any, on which no server listens; yield its number.
 
-    Connections are refused until then. The system gives such a port to no connection of others.
+    A server may listen on it while it is kept, and connections are refused until then. The system
+    gives such a port to no other program and no connection.
     """
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", port))
-        yield
+        yield int(kept.getsockname()[1])
