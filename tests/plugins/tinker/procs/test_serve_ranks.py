@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import served_ranks
 from live_run import RUN_DEADLINE_S, wait_until
 from rank_processes import run_ranks
-from served_command import CONFIG, Server, write_policy
+from served_command import CONFIG, Server, answered, write_policy
 from served_world import Client
 
 from composer_mesh.configs.load import load_config
@@ -41,15 +40,6 @@ def kill_at_work(server: Server, name: str, request_id: str) -> None:
     with sqlite3.connect(f"file:{server.output / 'operations.sqlite'}?mode=ro", uri=True) as rows:
         query = "SELECT finished FROM operations WHERE request_id = ?"
         assert rows.execute(query, (request_id,)).fetchone() == (None,)
-
-
-async def answered(client: Client, accepted: Any) -> bytes:
-    """Return an operation's answer, which is no error. Waits as long as a run may take."""
-    end = time.monotonic() + RUN_DEADLINE_S
-    while b"try_again" in (content := (await client.raw(accepted)).content):
-        assert time.monotonic() < end, "an operation has no answer"
-    assert b"error" not in content, content
-    return content
 
 
 async def step(server: Server, http: httpx.AsyncClient, models: list[str], number: int) -> None:
