@@ -70,11 +70,12 @@ def composer_mesh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def tree_of(root: Path) -> subprocess.CompletedProcess[str]:
-    """`tree --json` of a live run; again while its mesh is too busy to answer within seconds."""
+    """`tree --json` of a live run; again while processes are too busy to answer within seconds."""
 
     def looked() -> subprocess.CompletedProcess[str] | None:
         done = composer_mesh("tree", str(root), "--json")
-        return done if done.returncode or json.loads(done.stdout)["mesh"] else None
+        about = {} if done.returncode else json.loads(done.stdout)
+        return done if done.returncode or (about["mesh"] and not about["missing"]) else None
 
     found = wait_until(looked, "answer of the mesh", RUN_DEADLINE_S)
     assert found is not None
