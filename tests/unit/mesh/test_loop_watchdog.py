@@ -88,17 +88,17 @@ def reports() -> list[tuple[float, str]]:
 async def test_a_loop_that_waits_in_a_callback_is_reported_with_its_stack(
     reports: list[tuple[float, str]],
 ) -> None:
-    """A watchdog without a core of its own counts little of a block: the loop blocks again then."""
+    """A watchdog without a core of its own counts little of a block: the next one is longer."""
     told = threading.Event()
 
     def report(seconds: float, stack: str) -> None:
         reports.append((seconds, stack))
         told.set()
 
-    watchdog = LoopWatchdog(limit_s=0.2, report=report, period_s=0.01)
+    watchdog = LoopWatchdog(limit_s=0.2, report=report, period_s=0.1)
     watchdog.start()
-    for _ in range(60):
-        stand_still()
+    for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0):
+        stand_still(seconds)
         if await asyncio.to_thread(told.wait, 1.0):
             break
     watchdog.stop()
@@ -114,9 +114,9 @@ def wait_for_a_core(waited: list[float]) -> None:
     waited[0] = 60.0  # more than any machine adds to the second
 
 
-def stand_still() -> None:
-    """Until long after the watchdog must have noticed."""
-    threading.Event().wait(1.0)
+def stand_still(seconds: float) -> None:
+    """Until long after the watchdog must have noticed, where it has a core."""
+    threading.Event().wait(seconds)
 
 
 async def test_a_loop_whose_thread_waited_for_a_core_all_the_time_is_not_reported(
