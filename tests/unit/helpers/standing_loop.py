@@ -8,13 +8,13 @@ import threading
 
 from composer_mesh.mesh.loop_watchdog import LoopWatchdog
 
-TIMES = 60
-"""A watchdog without a core of its own counts little of a block, and the loop blocks again."""
+BLOCKS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+"""A watchdog without a core of its own counts little of a block, and the next one is longer."""
 
 
-def stand_still() -> None:
-    """Until long after the watchdog must have noticed."""
-    threading.Event().wait(1.0)
+def stand_still(seconds: float) -> None:
+    """Until long after the watchdog must have noticed, where it has a core."""
+    threading.Event().wait(seconds)
 
 
 async def main() -> None:
@@ -25,10 +25,10 @@ async def main() -> None:
             print(json.dumps([seconds, stack]), flush=True)
         told.set()
 
-    watchdog = LoopWatchdog(limit_s=0.2, report=report, period_s=0.01)
+    watchdog = LoopWatchdog(limit_s=0.2, report=report, period_s=0.1)
     watchdog.start()
-    for _ in range(TIMES):
-        stand_still()
+    for seconds in BLOCKS_S:
+        stand_still(seconds)
         if await asyncio.to_thread(told.wait, 1.0):
             break
     watchdog.stop()
