@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from composer_mesh.mesh.spawn import MeshHost
 
-TIMEOUT_S = 5.0
+START_S, TIMEOUT_S = 60.0, 5.0
 TUI_REFRESH_MS = 1000
 CONTROLLER_PROC = "local"
 
@@ -128,7 +128,7 @@ def _start_quietly(meshes: list[HostMesh]) -> str:
 
     with without_noise():
         starting = _spawn_admin(meshes, "127.0.0.1:0")
-        url: str = starting.get(TIMEOUT_S)[0]
+        url: str = starting.get(START_S)[0]
     return url
 
 

@@ -41,6 +41,7 @@ MOST_TASKS = 100_000
 MOST_BYTES = 64 * 1024 * 1024
 """Bytes of a folder of a task that is copied into containers."""
 MOST_INSTRUCTION = 200_000
+"""Bytes of an instruction, far beyond what a model reads."""
 COMPOSE = re.compile(r"(docker-)?compose\.ya?ml")
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 PLAIN_SOLUTION = re.compile(r"/solution|\$0|\$\{0|BASH_SOURCE|\$@|\$[1-9]")
@@ -142,12 +143,24 @@ class TaskStep:
         return own if own.is_dir() else self.task.folder / "solution"
 
     def missing(self) -> Iterator[str]:
-        """Yield which files of it are missing."""
-        if not (self.folder / "instruction.md").is_file():
-            yield f"{self.name or 'the task'} has no instruction.md"
+        """Yield which files of it are missing, or no instruction for a model."""
+        yield from self._instruction_problems()
         tests = self.folder / "tests", self.task.folder / "tests"
         if self.tests_image is None and not any((one / "test.sh").is_file() for one in tests):
             yield f"{self.name or 'the task'} has no tests/test.sh"
+
+    def _instruction_problems(self) -> Iterator[str]:
+        file, name = self.folder / "instruction.md", self.name or "the task"
+        if not file.is_file():
+            yield f"{name} has no instruction.md"
+        elif (size := file.stat().st_size) > MOST_INSTRUCTION:
+            yield f"instruction.md of {name} has {size:,} bytes, {MOST_INSTRUCTION:,} at most"
+        else:
+            try:
+                if not self.instruction.strip():
+                    yield f"instruction.md of {name} is empty"
+            except UnicodeDecodeError as error:
+                yield f"instruction.md of {name} is no UTF-8 text: {error.reason} at {error.start}"
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ class TimelineView:
     """The display of a run that also writes the timeline, by `write`, with each step.
 
     `take` returns the busy intervals since the last call. It may wait for actors, so lines are
-    written in the background, in order; leaving the context waits for the last one.
+    written in the background, in order; leaving the context waits for the last one. What begins
+    while an actor is waited for is of a later line.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class TimelineView:
     ) -> None:
         self._view, self._take, self._write, self._clock = view, take, write, clock
         self._lines, self._one = BackgroundTasks(failed), asyncio.Lock()
+        self._later: list[Busy] = []
 
     async def __aenter__(self) -> Self:
         await self._take()  # what preparations did belongs to no step
@@ -119,7 +121,9 @@ class TimelineView:
 
     async def _add_line(self, step: int, began: float, ended: float) -> None:
         async with self._one:
-            self._write(timeline_of(step, began, ended, await self._take()))
+            busy = [*self._later, *await self._take()]
+            self._later = [one for one in busy if one.ended > ended]
+            self._write(timeline_of(step, began, ended, [one for one in busy if one.began < ended]))
 
 
 def timeline_of(step: int, began: float, ended: float, busy: Sequence[Busy]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_" + "t" * 34
+PATIENT = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}
+"""Variables of a client: after ten seconds without an answer it would ask a second time."""
 LFS_BYTES = 4096
 """Files of at least so many bytes are in LFS."""
 

@@ -24,7 +24,7 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.mesh.spawned import SpawnedActor
 from composer_mesh.mesh.supervision import ActorDied, FaultPolicy, MeshError, Supervisor
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 SILENCE_S = 1.0
 LIGHT = ("json",)
 """What the fork server of these tests imports: nothing that takes time."""

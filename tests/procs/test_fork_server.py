@@ -96,7 +96,7 @@ async def test_forks_end_with_their_server_and_the_next_process_gets_another(
     (server,) = _servers()
     os.kill(server, signal.SIGKILL)
     assert isinstance(await asyncio.wait_for(actor.death, WAIT_S), ActorDied)
-    assert not is_alive(actor.pid)
+    assert await wait_gone(actor.pid, WAIT_S)
     successor = await forking.spawn("echo-0.2", EchoActor)
     assert await successor.call("say", "hi") == "echo hi"
     assert psutil.Process(successor.pid).ppid() not in (server, os.getpid())

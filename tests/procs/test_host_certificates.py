@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kept_port import kept_port
 
-from composer_mesh.mesh.hosts.address import free_port, join, process_address
+from composer_mesh.mesh.hosts.address import join, process_address
 from composer_mesh.mesh.hosts.certificates import make_authority, tls_environment
 
 HOST = "127.0.0.1"
@@ -49,17 +50,17 @@ def own(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def port(own: dict[str, str]) -> Iterator[int]:
     """The port of a worker to which a process of the run has attached."""
-    port = free_port(HOST)
-    address, env = process_address(join("tls", HOST, port)), {**os.environ, **own}
-    worker = subprocess.Popen([sys.executable, "-c", SERVE, address], env=env)
-    try:
-        client = [sys.executable, "-c", ATTACH, address]
-        done = subprocess.run(client, env=env, capture_output=True, text=True, timeout=120)
-        assert done.stdout.strip() == "from the worker", done.stderr
-        yield port
-    finally:
-        worker.kill()
-        worker.wait()
+    with kept_port() as port:
+        address, env = process_address(join("tls", HOST, port)), {**os.environ, **own}
+        worker = subprocess.Popen([sys.executable, "-c", SERVE, address], env=env)
+        try:
+            client = [sys.executable, "-c", ATTACH, address]
+            done = subprocess.run(client, env=env, capture_output=True, text=True, timeout=120)
+            assert done.stdout.strip() == "from the worker", done.stderr
+            yield port
+        finally:
+            worker.kill()
+            worker.wait()
 
 
 def test_a_worker_answers_the_run_and_no_stranger(

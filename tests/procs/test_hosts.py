@@ -40,7 +40,7 @@ def test_a_host_that_is_cut_off_ends_its_own_and_the_run_goes_on(
         lost = hosts_of_actors(run)["generator-0"]
         number = int(lost[-1]) + 1
         made.cut(number)
-        workers[number - 1].until_gone(3 * LEASE_S)
+        workers[number - 1].until_gone(LEASE_S + GONE_DEADLINE_S)
         run.until(lambda run: run.events("host_lost"), "loss of the host")
         made.heal(number)
         until_steps_more(run)

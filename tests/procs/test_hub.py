@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import TOKEN, Files, Hub, served
+from hub_server import PATIENT, TOKEN, Files, Hub, served
 
 from composer_mesh.actors.checkpoints.manifest import write_manifest, written
 
@@ -101,6 +101,7 @@ class Client:
             "HF_ENDPOINT": hub.url,
             "HF_HOME": str(folder / "home"),
             "HF_HUB_DISABLE_XET": "1",
+            **PATIENT,
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }

@@ -17,6 +17,7 @@ from live_run import (
     can_read_stacks,
     composer_mesh,
     launched,
+    tree_of,
     wait_until,
 )
 
@@ -32,8 +33,9 @@ def printed(*arguments: str) -> list[dict[str, Any]]:
 
 def tree(run: LiveRun) -> dict[str, dict[str, Any]]:
     """The processes that the mesh lists, by name."""
-    (about,) = printed("tree", str(run.root))
-    assert about["mesh"]
+    done = tree_of(run.root)
+    assert done.returncode == 0, done.stderr
+    about = json.loads(done.stdout)
     return {one["name"]: one for host in about["hosts"] for one in host["processes"]}
 
 

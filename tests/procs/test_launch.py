@@ -17,6 +17,7 @@ from live_run import (
     RUN_DEADLINE_S,
     SHORT,
     composer_mesh,
+    tree_of,
     untimed,
     wait_until,
 )
@@ -104,7 +105,7 @@ def test_a_launched_run_outlives_its_launcher_stops_with_a_checkpoint_and_goes_o
 
     run.until_steps(len(run.metrics()) + 1)
     assert composer_mesh(*words(run, policy_cache, "--resume")).returncode == 2  # it goes on
-    about = json.loads(composer_mesh("tree", place, "--json").stdout)
+    about = json.loads(tree_of(run.root).stdout)
     assert (about["state"], about["mesh"]) == ("running", True)
     assert "run_started" in composer_mesh("events", place).stdout
     scaled = composer_mesh("scale", place, "generator=2")

@@ -76,7 +76,7 @@ def test_ranks_meet_on_the_address_of_their_host_and_on_no_other(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADDRESS, address)
-    rendezvous, store = open_store(deadline_s=10)
+    rendezvous, store = open_store(deadline_s=60)
     assert rendezvous.host == address
     assert [found for _, found in listening() if found == rendezvous.port] == [rendezvous.port]
     assert (_packed(address), rendezvous.port) in listening()

@@ -48,7 +48,7 @@ class StepProcess:
         self.step = MeshTraining(learning.config(), lambda: self._ranks.all, None)
 
     async def version(self) -> int:
-        return int((await self._ranks.first.call("describe", deadline_s=20.0))["policy_version"])
+        return int((await self._ranks.first.call("describe", deadline_s=60.0))["policy_version"])
 
     async def serve(self) -> None:
         """The teacher in the trainer has its version."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,11 @@ def test_ctrl_c_from_the_start_of_the_mesh_to_the_last_line_ends_cleanly(
     with launched(tmp_path / "run", policy_cache, ENDLESS) as run:
         for what, moment in MOMENTS.items():
             run.until(moment, what)
-            run.signal_group(signal.SIGINT)
+            with suppress(ProcessLookupError):  # it may end as soon as its last file is there
+                run.signal_group(signal.SIGINT)
         assert run.wait(END_DEADLINE_S) == 128 + signal.SIGINT
     assert run.stderr == ""
-    assert run.summary()["steps"] == 0
+    assert run.summary()["steps"] == len(run.lines("metrics.jsonl"))
     assert (run.root / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "a resume continues from the beginning" in run.stdout
     assert len(run.events("run_stopped")) == 1

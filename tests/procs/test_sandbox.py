@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from composer_mesh.tasks.sandbox import (
     MIB,
     CommandResult,
     FileTree,
+    SandboxError,
     SandboxLimits,
     SandboxSession,
 )
@@ -30,7 +32,7 @@ __all__ = ["boxes"]
 FIRST_UID = 900_000
 TREE = FileTree({"lib/a.py": b"x = 1\n", "b.txt": b"before"})
 LIMITS = SandboxLimits(
-    wall_s=20.0, cpu_s=10, memory_bytes=256 * MIB, processes=16, disk_bytes=8 * MIB
+    wall_s=120.0, cpu_s=10, memory_bytes=256 * MIB, processes=16, disk_bytes=8 * MIB
 )
 
 
@@ -99,8 +101,8 @@ async def test_a_million_files_are_bounded_where_they_come_out(boxes: Boxes) -> 
     assert 0 < len(result.refused_paths) <= 100
 
 
+BEGINS = "import time; print('began', flush=True); time.sleep(600)"
 ENDINGS = {
-    "wall_time": ("import time; print('began', flush=True); time.sleep(60)", {"wall_s": 5.0}),
     "cpu_time": ("while True: pass", {"cpu_s": 1, "wall_s": 200.0}),
     "signal": ("import os; os.kill(os.getpid(), 11)", {}),
 }
@@ -111,7 +113,15 @@ async def test_a_command_that_is_ended_says_by_what(boxes: Boxes, ended: str) ->
     source, limits = ENDINGS[ended]
     result = await python(boxes, source, replace(LIMITS, **limits))
     assert (result.exit_code, result.ended) == (None, ended)
-    assert ended != "wall_time" or result.stdout == b"began\n"
+
+
+async def test_a_command_that_is_ended_by_its_time_says_what_it_has_written(boxes: Boxes) -> None:
+    for wall_s in (2.0, 60.0):  # a busy machine may take the longer one to start Python
+        result = await python(boxes, BEGINS, replace(LIMITS, wall_s=wall_s))
+        assert (result.exit_code, result.ended) == (None, "wall_time")
+        if result.stdout:
+            break
+    assert result.stdout == b"began\n"
 
 
 async def test_output_is_kept_up_to_its_limit_and_a_flood_ends_nothing(boxes: Boxes) -> None:
@@ -164,9 +174,13 @@ async def test_no_command_ends_or_forges_its_box(boxes: Boxes) -> None:
 async def test_a_stopped_runner_is_ended_at_the_boxs_own_deadline() -> None:
     if (missing := why_no_boxes()) is not None:
         pytest.skip(missing)
-    sandbox = Boxes(boxes=1, packages=(), start_s=2.0)
     source = "import os; open('new', 'w'); os.kill(os.getppid(), 19)"
-    result = await python(sandbox, source, replace(LIMITS, wall_s=1.0))
+    for start_s in (2.0, 60.0):  # a busy machine may take the longer one to start a box
+        sandbox = Boxes(boxes=1, packages=(), start_s=start_s)
+        with suppress(SandboxError):
+            result = await python(sandbox, source, replace(LIMITS, wall_s=1.0))
+            break
+        await sandbox.close()
     await sandbox.close()
     assert (result.ended, result.exit_code, dict(result.changed)) == ("wall_time", None, {})
 
@@ -183,7 +197,7 @@ if os.fork() == 0:
 """
     result = await python(boxes, source)
     assert result.ended == "exited"
-    assert result.seconds < 5
+    assert result.seconds < LIMITS.wall_s / 2
 
 
 async def test_boxes_do_not_see_each_other_or_what_an_earlier_one_left(

@@ -33,7 +33,7 @@ from composer_mesh.tasks.sandbox import MIB, CommandResult, FileTree, SandboxLim
 
 __all__ = ["boxes"]
 LIMITS = SandboxLimits(
-    wall_s=20.0, cpu_s=10, memory_bytes=256 * MIB, processes=16, disk_bytes=8 * MIB
+    wall_s=120.0, cpu_s=10, memory_bytes=256 * MIB, processes=16, disk_bytes=8 * MIB
 )
 FOUND_BY_LOOKING = """
 import os, sys, zipfile

@@ -69,8 +69,8 @@ def teachers(base_url: str, *names: str) -> tuple[TeacherEndpoint, ...]:
     return tuple(TeacherEndpoint(name, base_url, name, TOKEN_ENV, prices=FREE) for name in names)
 
 
-def settings(*asked: TeacherEndpoint, total_s: float = 20.0) -> PanelSettings:
-    return PanelSettings(asked, TASK.tools, Timeouts(total_s))
+def settings(*asked: TeacherEndpoint) -> PanelSettings:
+    return PanelSettings(asked, TASK.tools, Timeouts(total_s=120.0))
 
 
 async def test_three_teachers_answer_and_a_wrong_student_makes_a_pair(run: Any) -> None:
@@ -106,7 +106,7 @@ async def test_a_failing_teacher_is_a_counted_value_and_the_others_still_answer(
     assert (about["kind"], about["activity"]) == ("teacher_replay", "idle")
     await experts.call("aclose")
     assert (await experts.call("describe"))["base_url"] is None
-    await pool.load(settings(*teachers(base_url, "a", "b"), total_s=5.0), KEYS)
+    await pool.load(settings(*teachers(base_url, "a", "b")), KEYS)
     failed = await pool.on(0, "query", state(1), 2)
     assert [reply.kind for reply in failed] == [FailureKind.SERVER] * 2
 

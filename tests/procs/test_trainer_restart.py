@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from live_run import launched
 from restarted import assert_restarted_to_the_same
-from shared_runs import SYNCHRONOUS, after_steps
+from shared_runs import SYNCHRONOUS, after_steps, kill_rank
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -20,7 +18,7 @@ def test_ranks_of_which_one_is_killed_train_the_same_steps_again(
     settings = {**SYNCHRONOUS, "trainer.ranks": 2}
     with launched(tmp_path / "killed", policy_cache, settings) as run:
         after_steps(run, 3)
-        os.kill(run.pids()["trainer-1"], signal.SIGKILL)
+        kill_rank(run, "trainer-1")
         assert run.wait() == 0, run.stderr
     assert_restarted_to_the_same(run, "trainer-1")
     assert [step["step"] for step in run.objects("metrics.jsonl")] == list(range(1, 7))

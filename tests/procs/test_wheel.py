@@ -132,7 +132,7 @@ def test_a_copied_preset_is_a_config(installed: Environment, tmp_path: Path) -> 
 def test_the_dashboard_serves_its_page_script_and_style(
     installed: Environment, place: Path
 ) -> None:
-    with serving(installed, place) as url, httpx.Client(base_url=url) as client:
+    with serving(installed, place) as url, httpx.Client(base_url=url, timeout=60) as client:
         page = client.get("/runs/quickstart/")
         assert page.status_code == 200
         assert "quickstart" in page.text

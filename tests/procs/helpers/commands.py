@@ -102,13 +102,19 @@ class ForkedCommand:
         return int(value)
 
 
+def current_environment() -> dict[str, str]:
+    """A copy of this process's environment, which a test changes while threads start runs."""
+    found = ((name, os.environ.get(name)) for name in [*os.environ])
+    return {name: value for name, value in found if value is not None}
+
+
 def started(
     arguments: Sequence[str],
     out: IO[bytes],
     err: IO[bytes],
     folder: Path | None = None,
     within: Sequence[str] = (),
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> Process:
     """A command as a user starts it, in a session of its own; `within` is put before it."""
     command = [*within, sys.executable, "-m", "composer_mesh", *arguments]
@@ -118,7 +124,7 @@ def started(
         stdout=out,
         stderr=err,
         cwd=folder,
-        env=environment,
+        env=current_environment() if environment is None else environment,
         start_new_session=True,
     )
 
@@ -128,9 +134,10 @@ def forked(
     out: IO[bytes],
     err: IO[bytes],
     folder: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> Process:
     """A command in a fork of the command server; started where none fits the environment."""
+    environment = current_environment() if environment is None else environment
     servers = environment.get(SERVERS)  # the tests of attacks have none
     server = Path(servers or "", f"{import_signature(environment)}.sock")
     if servers is None or not server.exists():
@@ -142,7 +149,7 @@ def finished(
     arguments: Sequence[str],
     timeout: float,
     folder: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """A command that was run to its end, in a fork."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

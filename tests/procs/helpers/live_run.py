@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from commands import Process, finished, forked, started
+from commands import Process, current_environment, finished, forked, started
 
 from composer_mesh.mesh.processes import is_alive, kill
 from composer_mesh.mesh.pyspy import find_pyspy
@@ -44,7 +44,7 @@ RUN_DEADLINE_S = 240.0
 """Of a whole run, its warm start included, on a machine that is busy with other things."""
 END_DEADLINE_S = 90.0
 """From the event that ends a run to its last process."""
-GONE_DEADLINE_S = 30.0
+GONE_DEADLINE_S = 60.0
 """From the end of the command to that of the last process it started."""
 POLL_S = 0.02
 
@@ -67,6 +67,19 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float) -> T:
 def composer_mesh(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A short command, run to its end."""
     return finished(arguments, RUN_DEADLINE_S)
+
+
+def tree_of(root: Path) -> subprocess.CompletedProcess[str]:
+    """`tree --json` of a live run; again while processes are too busy to answer within seconds."""
+
+    def looked() -> subprocess.CompletedProcess[str] | None:
+        done = composer_mesh("tree", str(root), "--json")
+        about = {} if done.returncode else json.loads(done.stdout)
+        return done if done.returncode or (about["mesh"] and not about["missing"]) else None
+
+    found = wait_until(looked, "answer of the mesh", RUN_DEADLINE_S)
+    assert found is not None
+    return found
 
 
 def can_read_stacks() -> bool:
@@ -176,7 +189,7 @@ def launched(
     before the command. `variables` are added to the environment. What still lives at the end of
     the block is killed.
     """
-    environment = {**os.environ, **(variables or {})}
+    environment = {**current_environment(), **(variables or {})}
     values = {**SHORT, "policy.cache_dir": cache, **settings}
     overrides = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     words = [command, str(PRESET), *overrides, "--output", str(root), *options]

@@ -44,6 +44,7 @@ from live_run import (
     LiveRun,
     composer_mesh,
     launched,
+    tree_of,
     wait_until,
 )
 from own_functions import OWN_FUNCTIONS, PLANTED, custom
@@ -88,6 +89,18 @@ def strike(run: LiveRun, actor: str, number: signal.Signals = signal.SIGKILL) ->
     pid = run.until(lambda run: run.pids().get(actor), f"process of {actor}")
     os.kill(pid, number)
     return pid
+
+
+def kill_rank(run: LiveRun, actor: str) -> None:
+    """Kill a rank of the trainer when its newest checkpoint lacks a step that was trained."""
+    while True:
+        pid = strike(run, actor, signal.SIGSTOP)  # no rank gets further without it
+        trained, found = steps(run), checkpoints_of(run.root)
+        if not found or found[-1].step < trained:
+            os.kill(pid, signal.SIGKILL)
+            return
+        os.kill(pid, signal.SIGCONT)
+        after_steps(run, trained + 1)
 
 
 BLOCKED: Settings = {
@@ -202,7 +215,7 @@ def interrupted(runs: SideBySide, folder: Path) -> Watched:
     with launched(root, runs.cache, ENDLESS | {"late_rewards.max_age": 900}) as run:
         run.until_training()
         run.until(tells_of_a_step, "status of the first step")  # it is written every 2 s
-        text, as_json = (composer_mesh("tree", str(root), *how) for how in ([], ["--json"]))
+        text, as_json = composer_mesh("tree", str(root)), tree_of(root)
         newest = run.objects("metrics.jsonl")[-1]["policy_version"]
         first = min(trace.trace_id for trace in run.traces())
         posted = composer_mesh("reward", str(root), first, "0.123", "--source", "a test")
@@ -237,7 +250,7 @@ REPLICAS: Settings = {
     "environment.replicas": 2,
     "rollouts.workers": 2,
     "supervision.heartbeat_s": 0.5,
-    "supervision.hang_s": 4.0,
+    "supervision.hang_s": 15.0,  # those that are not stopped have to answer in time
     "supervision.backoff_s": 0.1,
 }
 KILLED = ("generator-0", "environment-1", "rollouts-0")
@@ -268,6 +281,7 @@ def with_and_without(run: LiveRun) -> tuple[list[int], list[int]]:
 
 def teacher_killed(runs: SideBySide, folder: Path) -> Finished:
     settings = {**ENDLESS, "replay.beta": 0, "sdpo.when_lost": "skip"}
+    settings["supervision.backoff_s"] = 5.0  # long enough for a step without it
     with launched(folder / "run", runs.cache, settings) as run:
         run.until(lambda run: with_and_without(run)[0], "first step with the channel")
         strike(run, "sdpo_teacher")

@@ -11,6 +11,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+from commands import current_environment
 from live_run import ENDLESS, GONE_DEADLINE_S, LiveRun, can_read_stacks, composer_mesh, launched
 from run_workers import Worker, worker
 from shared_runs import own_temporary_folder, steps
@@ -94,7 +95,7 @@ def _two_hosts(cache: Path, folder: Path, temporary: Path) -> TwoHosts:
     with ExitStack() as stack:
 
         def started(name: str) -> Worker:
-            env = {**os.environ, **variables}
+            env = {**current_environment(), **variables}
             return stack.enter_context(worker(folder, name, authority, *options, env=env))
 
         workers = [started(f"w-{number}") for number in range(2)]

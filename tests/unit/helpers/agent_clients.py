@@ -44,6 +44,6 @@ async def opened_agent(
         headers = {"Authorization": f"Bearer {key}"}
         async with (
             AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client,
-            httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as web,
+            httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=60) as web,
         ):
             yield OpenedAgent(endpoint, generation, episode, client, web)

@@ -233,20 +233,23 @@ async def test_each_step_writes_a_line_and_the_display_receives_everything(clock
     timeline = TimelineView(view, take, lines.append, lambda name, _: failures.append(name), clock)
     async with timeline:
         answers.clear()
-        for step in (1, 2):
+        for step in (1, 2, 3):
             with log.call("trainer", "train"):
                 clock.now += 4.0
             timeline.phase("training")
             timeline.update({"step": step, "time/step_s": 3.0})
             await asyncio.sleep(0)
-        timeline.evaluation(Evaluation(2, 0.5, 8))
+        timeline.evaluation(Evaluation(3, 0.5, 8))
         assert lines == []  # actors have not answered, and nothing has waited for them
         answers.set()
-    assert view.seen == ["training", 1, "training", 2, Evaluation(2, 0.5, 8)]
+    phases = [said for step in (1, 2, 3) for said in ("training", step)]
+    assert view.seen == [*phases, Evaluation(3, 0.5, 8)]
     assert [(line["step"], line["began"], line["ended"]) for line in lines] == [
         (1, 2.0, 5.0),
         (2, 6.0, 9.0),
+        (3, 10.0, 13.0),
     ]
-    assert lines[0]["worked"] == {"trainer": 3.0}
+    assert [line["worked"] for line in lines] == [{"trainer": 3.0}] * 3
     assert lines[1]["busy"] == [["trainer", "train", 5.0, 9.0]]
+    assert lines[2]["busy"] == [["trainer", "train", 9.0, 13.0]]
     assert failures == []

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import psutil
 import pytest
+from command_lines import until_named
 
 from composer_mesh.mesh.hosts.host import LocalHost
 from composer_mesh.mesh.processes import (
@@ -36,6 +37,7 @@ Process = asyncio.subprocess.Process
 @pytest.fixture
 async def sleeper() -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec("sleep", "60")
+    await asyncio.to_thread(until_named, process.pid)
     yield process
     kill(process.pid)
     await process.wait()

@@ -163,7 +163,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 async def test_it_is_served_on_loopback_until_it_is_told_to_end(runs: Path) -> None:
     options = DashboardOptions(folder=runs, port=0)
-    async with serving(options, "") as port, httpx.AsyncClient() as browser:
+    async with serving(options, "") as port, httpx.AsyncClient(timeout=60) as browser:
         answer = await browser.get(f"http://127.0.0.1:{port}/runs/one/")
         assert answer.status_code == 200
         async with browser.stream("GET", f"http://127.0.0.1:{port}/runs/one/live") as live:

@@ -99,7 +99,8 @@ def killing(trainer: Any, root: Path, sent: dict[int, Weights]) -> Any:
 
 
 def events(root: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
+    complete = (root / "events.jsonl").read_text().split("\n")[:-1]
+    return [json.loads(line) for line in complete]
 
 
 def started(root: Path) -> dict[str, int]:

@@ -288,7 +288,7 @@ async def forwarder(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Forwarder]
 async def web(forwarder: Forwarder) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Authorization": f"Bearer {forwarder.key}"}
     async with httpx.AsyncClient(
-        base_url=forwarder.base_url, headers=headers, trust_env=False
+        base_url=forwarder.base_url, headers=headers, trust_env=False, timeout=60
     ) as web:
         yield web
 

@@ -79,7 +79,7 @@ async def start(containers: BoxContainers, image: ImageSource) -> AsyncIterator[
 
 
 async def sh(container: BoxContainer, script: str, **more: object) -> FinishedCommand:
-    return await container.run(["sh", "-c", script], **{"timeout_s": 20.0, **more})
+    return await container.run(["sh", "-c", script], **{"timeout_s": 120.0, **more})
 
 
 async def said(container: BoxContainer, script: str, **more: object) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import TOKEN, Hub, served
+from hub_server import PATIENT, TOKEN, Hub, served
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "harbor"
 TASKS = ("copy-file", "write-hello")
@@ -67,6 +67,7 @@ def read(hub: Hub, tmp_path: Path) -> Reader:
                 "HF_ENDPOINT": hub.url,
                 "HF_HOME": str(tmp_path / "home"),
                 "HF_HUB_DISABLE_XET": "1",
+                **PATIENT,
                 **environment,
             },
             cwd=tmp_path,

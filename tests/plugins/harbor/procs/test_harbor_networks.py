@@ -129,11 +129,13 @@ async def test_what_outlives_its_phase_reaches_nothing(world: World) -> None:
     hold = (
         "import socket, time; s = socket.create_connection(('127.0.0.1', 3128)); "
         "s.sendall(b'CONNECT good.org:443 HTTP/1.1\\r\\nHost: good.org\\r\\n\\r\\n'); s.recv(99)\n"
+        "open('/app/held', 'w').close()\n"
         "while 1: s.sendall(b'x'); time.sleep(0.01)"
     )
     outcome, _ = await world.played(
         f"{LOST}; rm -f /app/found; sleep 1; [ -e /app/found ] && reward=0",
-        f"(setsid sh -c '{poll}') > /dev/null 2>&1 & (setsid python3 -c \"{hold}\" &) ; sleep 1",
+        f"(setsid sh -c '{poll}') > /dev/null 2>&1 & (setsid python3 -c \"{hold}\" &); "
+        "until grep -qs outside /app/found && [ -e /app/held ]; do sleep 0.1; done",
         "",
         agent=LISTED,
         verifier=NONE,

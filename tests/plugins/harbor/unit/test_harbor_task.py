@@ -60,6 +60,22 @@ def test_what_cannot_be_played_is_refused_by_name_or_left_out(
     assert any("bad: " in one and said in one for one in task.remarks())
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b" \n", "is empty"),
+        (b"caf\xe9", "is no UTF-8 text: unexpected end of data at 3"),
+        (b"x" * 200_001, "has 200,001 bytes, 200,000 at most"),
+    ],
+)
+def test_an_instruction_that_no_model_can_read_is_refused(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    (written(tmp_path / "task") / "instruction.md").write_bytes(content)
+    with pytest.raises(UnusableTask, match=f"instruction.md of the task {said}"):
+        made(tmp_path)
+
+
 def test_links_are_refused_and_so_are_folders_without_tasks(tmp_path: Path) -> None:
     written(tmp_path / "task")
     (tmp_path / "task" / "tests" / "data").symlink_to("/etc/passwd")

@@ -138,7 +138,8 @@ def test_the_command_follows_jobs_over_s3_and_sums_them_up(
         given |= {"MODAL_TOKEN_ID": TOKEN_ID, "MODAL_TOKEN_SECRET": TOKEN_SECRET}
         for name, value in (environment | given).items():
             monkeypatch.setenv(name, value)
-        words = [word for one in sets(policy_cache, **{"run.steps": 4}) for word in ("--set", one)]
+        changes = {"run.steps": 4, "islands.deadline_s": RUN_DEADLINE_S}  # each round is of both
+        words = [word for one in sets(policy_cache, **changes) for word in ("--set", one)]
         where = ["-n", "2", "--store", f"s3://{BUCKET}/run", "--output", str(tmp_path / "all")]
         job = ["--on", on, "--image", "mesh:1", "--secret", "AWS_SECRET_ACCESS_KEY"]
         done = composer_mesh("islands", str(PRESET), *words, *where, *job)

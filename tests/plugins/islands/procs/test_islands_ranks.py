@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from live_run import PRESET, SHORT, composer_mesh, launched
 from safetensors.numpy import load_file
+from shared_runs import after_steps, kill_rank
 
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
 
@@ -59,8 +58,8 @@ def test_two_ranks_of_which_one_dies_in_a_round_train_the_same_steps_again(
         "islands.store": f"file://{tmp_path}/store",
     }
     with launched(tmp_path / "killed", policy_cache, settings) as run:
-        run.until(lambda run: len(run.lines("metrics.jsonl")) >= 3, "step 3")
-        os.kill(run.pids()["trainer-1"], signal.SIGKILL)
+        after_steps(run, 3)
+        kill_rank(run, "trainer-1")
         assert run.wait() == 0, run.stderr
     (restarted,) = run.events("trainer_restarted")
     assert "to the same losses and gradients" in restarted["detail"]

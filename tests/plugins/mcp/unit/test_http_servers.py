@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from kept_port import kept_port
 
 from composer_mesh.configs.environment import McpServer
 from composer_mesh.mesh.task_resources import attach_servers, with_tools
@@ -99,7 +100,8 @@ async def test_a_session_is_never_continued_on_a_server_that_was_started_again(
     async with opened(server.table()) as connections:
         assert (await connections.call("a", "count", {})).startswith("1 ")
         server.end()
-        started(port=server.port)
+        with kept_port(server.port):
+            started(port=server.port)
         for _ in range(2):
             with pytest.raises(ToolServerLost) as lost:
                 await connections.call("a", "count", {})
@@ -115,9 +117,10 @@ async def test_a_server_that_dies_under_a_call_is_infrastructure_until_it_is_bac
         assert await connections.call("a", "add", {"a": 1, "b": 2}) == "3"
         with pytest.raises(ToolServerLost, match="lost under a call"):
             await connections.call("a", "die", {})
-        with pytest.raises(ToolServerLost, match="cannot be reached"):
-            await connections.call("a", "add", {"a": 1, "b": 2})
-        started(port=server.port)
+        with kept_port(server.port):
+            with pytest.raises(ToolServerLost, match="cannot be reached"):
+                await connections.call("a", "add", {"a": 1, "b": 2})
+            started(port=server.port)
         assert await connections.call("a", "add", {"a": 1, "b": 2}) == "3"
 
 

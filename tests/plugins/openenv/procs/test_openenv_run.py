@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from kept_port import kept_port
 from live_run import launched
 from openenv_server import TEXT, Json, OpenEnvServer, Socket
 
@@ -48,7 +49,7 @@ def test_a_server_that_is_killed_costs_no_episode_and_no_reward(
             "policy.warm_start.demonstrations": 1,
             "policy.warm_start.hinted_share": 0.0,
             "supervision.rollout_retries": 1000,
-            "environment.call_s": 20.0,
+            "environment.call_s": 200.0,
             "environment.tool_error_penalty": 0.0,
             "schedule.group_size": 2,
             "sdpo.alpha": 0,
@@ -58,9 +59,10 @@ def test_a_server_that_is_killed_costs_no_episode_and_no_reward(
         with launched(tmp_path / "run", policy_cache, settings, tmp_path / "work") as run:
             run.until(lambda _: silent.is_set(), "session in a step without an answer")
             server.stop()
-            run.until(lambda run: run.events("rollout_retried"), "retried rollout")
-            with OpenEnvServer(action=TEXT, port=server.port) as second:
-                status = run.wait()
+            with kept_port(server.port):
+                run.until(lambda run: run.events("rollout_retried"), "retried rollout")
+                with OpenEnvServer(action=TEXT, port=server.port) as second:
+                    status = run.wait()
     assert status == 0, run.stderr
     assert second.resets
     assert not run.lines("poisoned.jsonl")

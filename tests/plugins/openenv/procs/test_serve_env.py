@@ -16,6 +16,8 @@ from websockets.sync.client import connect
 
 INITIALIZE = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
 PING = {"jsonrpc": "2.0", "id": 2, "method": "ping"}
+ANSWER_S = 60.0
+"""How long a busy machine may take to accept a connection or to answer."""
 
 
 def test_a_killed_process_loses_its_sessions_alone_and_is_replaced(tmp_path: Path) -> None:
@@ -40,13 +42,13 @@ def test_a_killed_process_loses_its_sessions_alone_and_is_replaced(tmp_path: Pat
             RUN_DEADLINE_S,
         )
         address_of = url.removeprefix("http")
-        with connect(f"ws{address_of}/ws") as socket:
+        with connect(f"ws{address_of}/ws", open_timeout=ANSWER_S) as socket:
             socket.send(json.dumps({"type": "reset"}))
-            assert json.loads(socket.recv(60))["type"] == "observation"
+            assert json.loads(socket.recv(ANSWER_S))["type"] == "observation"
             command.send_signal(signal.SIGINT)
             assert command.wait(RUN_DEADLINE_S) == 0
             with pytest.raises(ConnectionClosed):
-                socket.recv(60)
+                socket.recv(ANSWER_S)
     finally:
         left = [] if command.poll() is not None else workers(command.pid)
         command.kill()
@@ -78,14 +80,14 @@ def test_no_process_of_a_server_searches_its_folder_or_inherits_a_key(
 
 
 def plays_an_episode(url: str) -> None:
-    with connect(f"ws{url.removeprefix('http')}/ws") as socket:
+    with connect(f"ws{url.removeprefix('http')}/ws", open_timeout=ANSWER_S) as socket:
         frames = [
             {"type": "reset", "data": {"index": 1}},
             {"type": "step", "data": {"message": "x"}},
         ]
         for frame in frames:
             socket.send(json.dumps(frame))
-            seen = json.loads(socket.recv(60))["data"]
+            seen = json.loads(socket.recv(ANSWER_S))["data"]
     assert seen["done"] is True
 
 
@@ -93,7 +95,7 @@ def mcp_sessions_of_both(url: str) -> dict[str, str]:
     """Open sessions until each process holds one; return one of each."""
     found: dict[str, str] = {}
     while len(found) < 2:
-        begun = httpx.post(f"{url}/mcp?index=1", json=INITIALIZE)
+        begun = httpx.post(f"{url}/mcp?index=1", json=INITIALIZE, timeout=ANSWER_S)
         session = begun.headers["mcp-session-id"]
         found[session.partition("-")[0]] = session
     return found
@@ -102,7 +104,8 @@ def mcp_sessions_of_both(url: str) -> dict[str, str]:
 def ping(url: str, session: str) -> int:
     try:
         headers = {"mcp-session-id": session}
-        return httpx.post(f"{url}/mcp", json=PING, headers=headers).status_code
+        answer = httpx.post(f"{url}/mcp", json=PING, headers=headers, timeout=ANSWER_S)
+        return answer.status_code
     except httpx.TransportError:
         return 0
 
@@ -123,5 +126,5 @@ def text(folder: Path) -> str:
 
 
 def address(folder: Path) -> str:
-    found = re.search(r"serving (http://\S+)", text(folder))
+    found = re.search(r"serving (http://\S+)\s", text(folder))
     return found[1] if found else ""

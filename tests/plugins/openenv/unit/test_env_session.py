@@ -363,7 +363,9 @@ async def test_a_session_that_ends_frees_its_connection(tmp_path: Path) -> None:
     with listening_socket("127.0.0.1", 0) as listener:
         async with listening(config, listener) as port:
             for _ in range(4 * 8):
-                async with async_connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket:
+                async with async_connect(
+                    f"ws://127.0.0.1:{port}/ws", proxy=None, open_timeout=60
+                ) as socket:
                     await socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
                     assert json.loads(await socket.recv())["type"] == "observation"
 

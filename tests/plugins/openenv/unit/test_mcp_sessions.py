@@ -164,7 +164,7 @@ async def test_each_session_of_mcp_has_an_episode_of_its_own_until_it_ends(
     call["params"] = {"name": "add", "arguments": {"by": 1}}
     async with (
         server(tmp_path, build_config, max_sessions=2) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         begun = [await http.post("/mcp?index=1", json=INITIALIZE) for _ in range(2)]
         full = await http.post("/mcp?index=1", json=INITIALIZE)
@@ -188,7 +188,10 @@ async def test_each_session_of_mcp_has_an_episode_of_its_own_until_it_ends(
 async def test_what_is_no_request_of_mcp_has_an_error_of_json_rpc(
     tmp_path: Path, build_config: Any, body: bytes
 ) -> None:
-    async with server(tmp_path, build_config) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        server(tmp_path, build_config) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
         reply = await http.post("/mcp", content=body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (200, -32600)
 
@@ -197,7 +200,7 @@ async def test_an_idle_session_of_mcp_ends(tmp_path: Path, build_config: Any) ->
     ping = {"jsonrpc": "2.0", "id": 2, "method": "ping"}
     async with (
         server(tmp_path, build_config, session_timeout_s=0.05, max_sessions=1) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         begun = await http.post("/mcp?index=1", json=INITIALIZE)
         headers = {"mcp-session-id": begun.headers["mcp-session-id"]}

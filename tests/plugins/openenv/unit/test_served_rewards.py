@@ -162,7 +162,7 @@ async def test_a_reward_of_our_own_server_names_the_episode_that_was_played(
         await running.step("done")
         played = (await running.outcome()).episode_id
         await running.close()
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             for episode, reward in (("other", 1.0), (played, 0.5)):
                 body = {"episode_id": episode, "reward": reward}
                 assert (await http.post("/rewards", json=body)).status_code == 200

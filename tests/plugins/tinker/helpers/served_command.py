@@ -3,11 +3,15 @@
 import os
 import re
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from commands import Process, forked
 from live_run import RUN_DEADLINE_S, wait_until
+from served_world import Client
 
 from composer_mesh.actors.models import policy
 from composer_mesh.configs.load import load_config
@@ -52,9 +56,10 @@ class Server:
     def kill(self, name: str) -> None:
         """Kill the process of an actor."""
         for one in psutil.Process(self.process.pid).children(recursive=True):
-            if name in " ".join(one.cmdline()):
-                one.kill()
-                return
+            with suppress(psutil.NoSuchProcess):  # another one has ended since, or is a zombie
+                if name in " ".join(one.cmdline()):
+                    one.kill()
+                    return
         raise AssertionError(f"no process of {name}")
 
     def worker_of(self, name: str) -> psutil.Process:
@@ -68,6 +73,15 @@ class Server:
     def end(self, how: signal.Signals) -> int:
         os.kill(self.process.pid, how)
         return self.process.wait(RUN_DEADLINE_S)
+
+
+async def answered(client: Client, accepted: Any) -> bytes:
+    """Return an operation's answer, which is no error. Waits as long as a run may take."""
+    end = time.monotonic() + RUN_DEADLINE_S
+    while b"try_again" in (content := (await client.raw(accepted)).content):
+        assert time.monotonic() < end, "an operation has no answer"
+    assert b"error" not in content, content
+    return content
 
 
 def write_policy(folder: Path) -> None:

@@ -4,16 +4,18 @@ import json
 import re
 import signal
 import sqlite3
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import served_ranks
 from live_run import RUN_DEADLINE_S, wait_until
 from rank_processes import run_ranks
-from served_command import CONFIG, Server, write_policy
+from served_command import CONFIG, Server, answered, write_policy
 from served_world import Client
 
 from composer_mesh.configs.load import load_config
@@ -26,6 +28,18 @@ RESTARTED_AT = 3
 BUSY_S = 0.5
 LONG = {"rows": 300, "length": 120}
 """Enough for several seconds of both ranks."""
+
+
+@contextmanager
+def stopped(server: Server, killed: str) -> Iterator[None]:
+    """Stop the other rank, without which no operation is finished, however long a test waits."""
+    other = server.worker_of(*(name for name in KILLED_AT.values() if name != killed))
+    other.suspend()
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            other.resume()
 
 
 def kill_at_work(server: Server, name: str, request_id: str) -> None:
@@ -43,25 +57,17 @@ def kill_at_work(server: Server, name: str, request_id: str) -> None:
         assert rows.execute(query, (request_id,)).fetchone() == (None,)
 
 
-async def answered(client: Client, accepted: Any) -> bytes:
-    """Return an operation's answer, which is no error. Waits as long as a run may take."""
-    end = time.monotonic() + RUN_DEADLINE_S
-    while b"try_again" in (content := (await client.raw(accepted)).content):
-        assert time.monotonic() < end, "an operation has no answer"
-    assert b"error" not in content, content
-    return content
-
-
 async def step(server: Server, http: httpx.AsyncClient, models: list[str], number: int) -> None:
     """Train all models of one session, the first with a long call during which a rank may die."""
     client, asked = Client(http), list[Any]()
     for place, model in enumerate(models):
         killed = number in KILLED_AT and place == 0
         more = LONG if killed else {"rows": place + 1}
-        accepted = await client.train(model, 2 * number + 1, seed=10 * number + place, **more)
-        asked.append(accepted)
-        if killed:
-            kill_at_work(server, KILLED_AT[number], accepted["request_id"])
+        with stopped(server, KILLED_AT[number]) if killed else nullcontext():
+            accepted = await client.train(model, 2 * number + 1, seed=10 * number + place, **more)
+            asked.append(accepted)
+            if killed:
+                kill_at_work(server, KILLED_AT[number], accepted["request_id"])
     asked += [await client.step(model, 2 * number + 2) for model in models]
     for one in asked:
         await answered(client, one)

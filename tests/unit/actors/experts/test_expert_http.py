@@ -52,7 +52,9 @@ def server() -> Iterator[ExpertServer]:
 @pytest.fixture
 def web(server: ExpertServer) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    with httpx.Client(base_url=server.base_url, headers=headers, trust_env=False) as client:
+    with httpx.Client(
+        base_url=server.base_url, headers=headers, trust_env=False, timeout=60
+    ) as client:
         yield client
 
 
@@ -68,7 +70,9 @@ def request(number: int = 1, model: str = "never-wrong", **extra: object) -> dic
 def test_it_listens_on_the_address_that_it_is_given_and_on_no_other(address: str) -> None:
     with ExpertServer(panel(), TOKEN, address=address) as server:
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        with httpx.Client(base_url=server.base_url, headers=headers, trust_env=False) as client:
+        with httpx.Client(
+            base_url=server.base_url, headers=headers, trust_env=False, timeout=60
+        ) as client:
             assert client.get("/models").status_code == 200
             assert client.get("/models", headers={"Authorization": "no"}).status_code == 401
         port = httpx.URL(server.base_url).port
@@ -249,7 +253,9 @@ def test_experts_have_names_of_their_own() -> None:
 def test_a_closed_server_answers_nobody_and_ends_kept_connections() -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     server = ExpertServer(panel(), TOKEN).start()
-    with httpx.Client(base_url=server.base_url, headers=headers, trust_env=False) as client:
+    with httpx.Client(
+        base_url=server.base_url, headers=headers, trust_env=False, timeout=60
+    ) as client:
         assert client.get("/models").status_code == 200
         server.close()
         with pytest.raises(httpx.TransportError):

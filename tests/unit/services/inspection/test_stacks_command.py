@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import until_named
 
 from composer_mesh.mesh.pyspy import PYSPY, StackDump
 from composer_mesh.services.directory.control import Control
@@ -42,6 +43,7 @@ def trainer() -> Iterator[int]:
     """The process of an actor that this one, as the controller, has started."""
     title = ["composer-mesh", "-c", "read line", "trainer", "token", str(os.getpid())]
     with subprocess.Popen(title, executable="/bin/sh", stdin=subprocess.PIPE) as process:
+        until_named(process.pid)
         yield process.pid
         process.kill()
 

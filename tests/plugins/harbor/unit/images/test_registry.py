@@ -118,7 +118,7 @@ def test_a_busy_registry_is_asked_again_when_it_says(registry: FakeRegistry) -> 
     reference = parsed(registry.reference)
     assert isinstance(reference, RegistryReference)
     waits: list[float] = []
-    with httpx.Client() as client:
+    with httpx.Client(timeout=60) as client:
         made = ImageRegistry(reference, time.monotonic() + 60, client, None, waits.append)
         assert (
             made.manifest_tried("v1")[0] == registry.image.blobs[registry.image.described["digest"]]
