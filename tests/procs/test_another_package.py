@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from strangers import CONFIG, Environment
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_run_uses_what_another_package_registers(

@@ -12,8 +12,6 @@ from rank_processes import run_ranks
 
 from composer_mesh.actors.models.ranks import Ranks
 
-pytestmark = pytest.mark.timeout(900)
-
 BOUND = 1e-5
 APART = ("divided keys", "repeated keys")
 """Cases that four ranks train, as two contexts of two."""

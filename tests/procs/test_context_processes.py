@@ -15,8 +15,6 @@ from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining
 
-pytestmark = pytest.mark.timeout(600)
-
 
 async def test_processes_of_a_context_train_a_step_as_one_rank_does(
     host: MeshHost, tmp_path: Path

@@ -13,8 +13,6 @@ from live_run import ENDLESS, GONE_DEADLINE_S, LiveRun, launched, wait_until
 
 from composer_mesh.mesh.private_folder import remove_abandoned
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def starting(run: LiveRun) -> bool:
     return len(run.living()) > 1

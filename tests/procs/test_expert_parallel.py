@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from composer_mesh.actors.models.ranks import Ranks
 
-pytestmark = pytest.mark.timeout(900)
-
 BOUND = 1e-5
 OF_FOUR = ["experts", "checkpointed"]
 """Cases that four ranks train, two of which divide the experts and two store each part."""

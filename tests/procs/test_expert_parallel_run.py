@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import counted_letters
-import pytest
 import torch
 from live_run import launched
 from model_families import family_folder
 
 from composer_mesh.actors.models.policy import build_tokenizer, load_model
 from composer_mesh.rollouts.traces import Trace
-
-pytestmark = pytest.mark.timeout(600)
 
 STEPS = 3
 BOUND = 1e-4

@@ -6,10 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from live_run import RUN_DEADLINE_S, launched
-
-pytestmark = pytest.mark.timeout(600)
 
 TASK = """
 import re

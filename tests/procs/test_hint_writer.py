@@ -26,8 +26,6 @@ from composer_mesh.services.replay.teacher_settings import (
 )
 from composer_mesh.services.run.pools import MeshHintWriter
 
-pytestmark = pytest.mark.timeout(600)
-
 CONFIG = Config.model_validate(
     {
         "run": {"name": "t", "seed": 4, "steps": 1},

@@ -27,8 +27,6 @@ from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.launch.by_ssh import pid_of
 from composer_mesh.services.launch.handle import read_handle
 
-pytestmark = pytest.mark.timeout(900)
-
 SETTINGS = SHORT | ENDLESS | {"schedule.max_lag": 0, "trainer.lr_schedule": "constant"}
 
 

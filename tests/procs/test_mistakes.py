@@ -19,8 +19,6 @@ from live_run import SHORT
 from werkzeug import Request, Response
 from werkzeug.serving import make_server
 
-pytestmark = pytest.mark.timeout(600)
-
 MOST_LINES = 12
 FLAT = {"data__task": "sums.py:Sums", "environment__tool_error_penalty": 0}
 LIMIT_S = 400.0

@@ -37,7 +37,6 @@ def test_the_notebook_has_no_outputs() -> None:
     assert [cell["execution_count"] for cell in CODE] == [None] * len(CODE)
 
 
-@pytest.mark.timeout(900)
 async def test_the_notebook_trains_and_shows_the_run(
     tmp_path: Path, policy_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from live_run import PRESET, SHORT, composer_mesh, launched
 
 from composer_mesh.services.store.reading import RunReader
 from composer_mesh.services.store.rows import GroupState
-
-pytestmark = pytest.mark.timeout(600)
 
 STEPS = 2
 

@@ -14,8 +14,6 @@ from live_run import ENDLESS, PRESET, RUN_DEADLINE_S, SHORT, wait_until
 import composer_mesh
 from composer_mesh import ConfigError, Run, RunFailed, load_config, train
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

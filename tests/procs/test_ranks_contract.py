@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import learning
-import pytest
 from ranks_contract import CLAIMS
 from training_contract import STEP_CLAIMS_OF_PROCESSES
 
@@ -15,8 +14,6 @@ from composer_mesh.mesh.spawn import MeshHost
 from composer_mesh.services.pool.process_placement import ProcessPlacement
 from composer_mesh.services.training.rank_processes import TrainerRanks
 from composer_mesh.services.training.step import MeshTraining
-
-pytestmark = pytest.mark.timeout(600)
 
 
 class RankProcesses:

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 from finished_work import check_that_finished_work_is_on_disk
 from live_run import END_DEADLINE_S, ENDLESS, LiveRun, launched
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_without_restarts_a_killed_trainer_ends_the_run_naming_it(

@@ -9,8 +9,6 @@ import pytest
 from live_run import launched
 from own_functions import OWN_FUNCTIONS, custom
 
-pytestmark = pytest.mark.timeout(600)
-
 STEPS = 2
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from live_run import launched, untimed
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_synchronous_runs_of_several_replicas_repeat(tmp_path: Path) -> None:

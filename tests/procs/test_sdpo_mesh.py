@@ -19,8 +19,6 @@ from composer_mesh.actors.models.warm_start import prepare_policy
 from composer_mesh.configs.load import load_config
 from composer_mesh.tasks.loading import make_task
 
-pytestmark = pytest.mark.timeout(900)
-
 SYNCHRONOUS: dict[str, Any] = {
     "schedule.max_lag": 0,
     "eval.episodes": 1,

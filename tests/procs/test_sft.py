@@ -14,8 +14,6 @@ from live_run import GONE_DEADLINE_S, LiveRun, launched, untimed, wait_until
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.timeout(900)
-
 STEPS = 20
 SFT = {
     "sft.steps": STEPS,

@@ -6,15 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
 from gated_provider import COST, GatedProvider
 from guides import Guide
 
 from composer_mesh import TeacherAnswer, TeacherFailure, TeacherPool
 from composer_mesh.mesh.processes import is_alive
 from composer_mesh.rollouts.pairs import FailureKind
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def messages(text: str) -> list[dict[str, Any]]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from live_run import launched
 from restarted import assert_restarted_to_the_same
 from shared_runs import SYNCHRONOUS, after_steps, kill_rank
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_ranks_of_which_one_is_killed_train_the_same_steps_again(

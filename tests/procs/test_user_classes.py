@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-pytestmark = pytest.mark.timeout(300)
-
 ACTOR = """
 from composer_mesh import MeshActor
 from monarch.actor import concurrent_endpoint

@@ -43,7 +43,6 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     return Versions(model, states, folder)
 
 
-@pytest.mark.timeout(600)
 async def test_log_probs_are_the_trainers_before_and_after_twenty_updates_in_flight(
     host: MeshHost, versions: Versions
 ) -> None:
@@ -62,7 +61,6 @@ async def test_log_probs_are_the_trainers_before_and_after_twenty_updates_in_fli
     assert_agreement(versions, asked, results)
 
 
-@pytest.mark.timeout(600)
 async def test_a_seed_samples_the_same_whatever_is_batched_beside_it(
     host: MeshHost, versions: Versions
 ) -> None:
@@ -86,7 +84,6 @@ async def test_a_seed_samples_the_same_whatever_is_batched_beside_it(
     assert (result.stop_reason, result.token_ids) == ("stop", together[0].token_ids[: first + 1])
 
 
-@pytest.mark.timeout(600)
 async def test_log_probs_of_truncated_sampling_are_those_of_what_may_be_sampled(
     host: MeshHost, versions: Versions
 ) -> None:
@@ -103,7 +100,6 @@ async def test_log_probs_of_truncated_sampling_are_those_of_what_may_be_sampled(
     assert_agreement(versions, asked, results)
 
 
-@pytest.mark.timeout(600)
 async def test_two_workers_share_a_model_take_updates_and_one_that_dies_is_no_hang(
     host: MeshHost, versions: Versions
 ) -> None:

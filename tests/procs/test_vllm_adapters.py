@@ -37,7 +37,6 @@ def adapted_versions(run: Config, folder: Path, versions: int) -> Versions:
     return Versions(model, states, folder)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("targets", ["", "trainer.lora.targets=['q_proj','down_proj']"])
 async def test_log_probs_are_the_trainers_with_adapters_that_change_in_flight(
     host: MeshHost, tmp_path: Path, targets: str

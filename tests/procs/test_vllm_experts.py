@@ -41,7 +41,6 @@ from composer_mesh.rollouts.generation import GenerationRequest, GenerationResul
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: `nox -s vllm` installs it", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(600)
 
 REPLAY = ("trainer.moe.router_replay=true", "sdpo.alpha=0", "replay.beta=0")
 SERVED = {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96}

@@ -46,7 +46,6 @@ TOLERANCE = 1e-4
 UPDATES = 3
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_family_trains_and_is_served_exactly_with_three_updates_in_flight(
     family: str, host: MeshHost, tmp_path: Path

@@ -7,11 +7,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
 from commands import forked
 from live_run import PRESET, RUN_DEADLINE_S, SHORT, composer_mesh, wait_until
-
-pytestmark = pytest.mark.timeout(600)
 
 STEPS = 2
 

@@ -21,7 +21,6 @@ from composer_mesh.plugins.code_tasks.judge.judged_task import Verdict, taken_ed
 from composer_mesh.plugins.code_tasks.monitor import static_findings
 from composer_mesh.tasks.sandbox import Sandbox, SandboxLimits
 
-pytestmark = pytest.mark.timeout(900)  # one fixture judges all attacks
 AT_ONCE = 2
 SHORT = SandboxLimits(wall_s=1.0, cpu_s=5)
 RIGHT = {"lib/calc.py": TASK.files["lib/calc.py"].replace(STUB.encode(), GOLD.encode())}

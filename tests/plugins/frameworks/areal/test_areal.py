@@ -22,7 +22,7 @@ from composer_mesh.rollouts.chat import ChatFormat
 from composer_mesh.tasks.task import TaskSettings
 from composer_mesh.tasks.toolbox import ToolboxTask
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.filterwarnings("ignore")
 ONE_RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",

@@ -37,7 +37,6 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.timeout(600)
 def test_two_chained_recipes_leave_the_good_pairs_alone(tmp_path: Path) -> None:
     source, target = tmp_path / "pairs.jsonl", tmp_path / "clean.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows()))

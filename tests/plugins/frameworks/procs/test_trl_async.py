@@ -35,10 +35,7 @@ SETTINGS = {
     "supervision.backoff_s": 0.1,
 }
 Weights = dict[str, Tensor]
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore"),  # of TRL and what it imports
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and what it imports
 
 
 def run_config(policy_cache: Path, **changes: Any) -> Config:

@@ -5,12 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "trl_equality.py"
 
 
-@pytest.mark.timeout(600)
 def test_the_weights_of_both_trainers_are_equal_but_for_rounding(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     subprocess.run([sys.executable, BENCHMARK, "--quick", "--json", found], check=True)

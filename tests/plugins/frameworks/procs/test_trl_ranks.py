@@ -13,7 +13,6 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "trl_ranks.py"
 LAUNCH = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
-@pytest.mark.timeout(600)
 def test_two_processes_train_one_policy_and_end_bit_equal(tmp_path: Path) -> None:
     write_policy(tmp_path)
     ended = run_tree(

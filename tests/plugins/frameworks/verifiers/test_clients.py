@@ -26,8 +26,6 @@ ENVIRONMENTS = Path(__file__).with_name("environments")
 PLAY_ONCE = Path(__file__).with_name("play_once.py")
 PLUGINS = "composer_mesh/plugins/frameworks/verifiers/plugins"
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from process_trees import run_tree
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.filterwarnings("ignore")
 HERE = Path(__file__).parent
 RECORDED = HERE.parent / "unit" / "recorded" / "verl.json"
 LOSSES = ("loss/policy", "loss/sdpo", "loss/replay", "loss/total")

@@ -19,8 +19,6 @@ from composer_mesh.services.directory.status import read_status
 from composer_mesh.services.launch.by_ssh import lives, pid_of
 from composer_mesh.services.launch.handle import read_handle
 
-pytestmark = pytest.mark.timeout(900)
-
 SETTINGS = SHORT | {
     "replay.actors": 1,
     "trainer.checkpoint_every": 1,

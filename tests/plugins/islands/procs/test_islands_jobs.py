@@ -28,8 +28,6 @@ from composer_mesh.plugins.islands.jobs.ports import IslandReplica
 from composer_mesh.plugins.islands.store.opening import open_store
 from composer_mesh.services.directory.report import read_metrics
 
-pytestmark = pytest.mark.timeout(900)
-
 Pids = Callable[[int], int]
 """The process of an island's first job, by its rank."""
 OfCloud = Callable[[Path], AbstractContextManager[tuple[JobCloud, Pids]]]

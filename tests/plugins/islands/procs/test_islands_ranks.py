@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from live_run import PRESET, SHORT, composer_mesh, launched
 from safetensors.numpy import load_file
 from shared_runs import after_steps, kill_rank
 
 from composer_mesh.actors.checkpoints.folder import checkpoints_of
-
-pytestmark = pytest.mark.timeout(900)
 
 STEPS = 6
 SETTINGS = SHORT | {

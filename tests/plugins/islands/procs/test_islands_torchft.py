@@ -24,8 +24,6 @@ from composer_mesh.services.directory.report import read_metrics
 from composer_mesh.services.launch.by_ssh import pid_of
 from composer_mesh.services.launch.handle import read_handle
 
-pytestmark = pytest.mark.timeout(600)
-
 TESTS = Path(__file__).parents[3]
 HELPERS, BENCHMARKS = TESTS / "procs" / "helpers", TESTS.parent / "benchmarks"
 DEADLINE_S = 240.0

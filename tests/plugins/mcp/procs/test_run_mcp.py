@@ -6,12 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from live_run import launched
 
 from composer_mesh.configs.load import load_config
-
-pytestmark = pytest.mark.timeout(600)
 
 SERVER = Path(__file__).parents[1] / "helpers" / "mcp_example_server.py"
 

@@ -13,8 +13,6 @@ from composer_mesh.configs.environment import McpServer, McpTool
 from composer_mesh.plugins.mcp.servers import ServerConnections
 from composer_mesh.tasks.errors import ToolError
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def served(command: Path, *args: str, **keys: Any) -> McpServer:
     given = {"command": str(command), "args": args, "start_s": 120.0, "processes": 1, **keys}

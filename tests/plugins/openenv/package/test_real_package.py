@@ -33,8 +33,6 @@ from composer_mesh.rollouts.tool_calls import call_text  # noqa: E402
 from composer_mesh.tasks.playing import SyncSession  # noqa: E402
 from composer_mesh.tasks.task import TaskSettings  # noqa: E402
 
-pytestmark = pytest.mark.timeout(600)
-
 PYTHON = "COMPOSER_MESH_OPENENV_PYTHON"
 ENVS = "COMPOSER_MESH_OPENENV_ENVS"
 START_S = 120.0

@@ -3,12 +3,9 @@
 import threading
 from pathlib import Path
 
-import pytest
 from kept_port import kept_port
 from live_run import launched
 from openenv_server import TEXT, Json, OpenEnvServer, Socket
-
-pytestmark = pytest.mark.timeout(600)
 
 TASK = """
 from composer_mesh.plugins.openenv.client.task import OpenEnvTask

@@ -28,8 +28,6 @@ PRESET = Path(__file__).parents[4] / "configs" / "quickstart.toml"
 DEADLINE_S, CANCEL_S = 120.0, 15.0
 ENDLESS = {"steps": 100_000, "step_s": 0.05}
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
     end = time.monotonic() + deadline_s

@@ -21,7 +21,6 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: `nox -s vllm` installs it", allow_module_level=True)
 
 
-@pytest.mark.timeout(900)
 async def test_each_snapshot_is_sampled_with_its_adapters_however_many_take_turns(
     host: MeshHost, tmp_path: Path
 ) -> None:

@@ -247,7 +247,6 @@ def test_a_run_without_a_status_has_no_earlier_sessions(tmp_path: Path) -> None:
     assert earlier_progress(tmp_path) == RunProgress(0, 0, 0, 0.0)
 
 
-@pytest.mark.timeout(60)
 async def test_the_loop_goes_on_while_a_disk_takes_the_status_and_the_last_state_comes_last(
     world: World,
 ) -> None:
