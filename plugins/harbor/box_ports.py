@@ -59,10 +59,10 @@ async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, oth
     try:
         await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        ours.close()  # before anything that the end of the context may cancel
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-        ours.close()
 
 
 async def pumped(

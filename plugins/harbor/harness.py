@@ -195,8 +195,8 @@ async def _passed(
         if not gone():
             await asyncio.wait(pumps[1:])  # its last words, where it takes none
     finally:
+        ours.close()  # before anything that the end of the relay may cancel
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-        ours.close()
     return not gone() and request.startswith(METHODS) and len(request) <= MOST_HELD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import socket
 import struct
@@ -91,6 +92,24 @@ async def test_a_request_without_an_answer_is_sent_again_to_the_next_endpoint() 
         assert second.received == REQUEST
     second.kill()
     assert way.relay.unreachable == []
+
+
+@pytest.mark.filterwarnings("error")  # of a connection that nobody closed
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_relay_that_ends_as_its_harness_does_closes_both_connections(turns: int) -> None:
+    """The end comes at each turn of the event loop after that of the harness."""
+    way, endpoint = Way(), Endpoint(ANSWER)
+    way.port = await endpoint.start()
+    async with way.connected() as (reader, writer):
+        writer.write(REQUEST)
+        assert await reader.readexactly(len(ANSWER)) == ANSWER
+        writer.close()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    async with asyncio.timeout(60.0):
+        await endpoint.ended.wait()
+    endpoint.kill()
+    gc.collect()
 
 
 async def test_connections_wait_for_an_endpoint_that_has_moved() -> None:
