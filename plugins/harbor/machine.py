@@ -284,13 +284,12 @@ class Machine:
     async def close(self) -> None:
         """End the container and remove what was kept of it."""
         opened, self._opened = self._opened, None
-        try:
-            await self._proxy.aclose()
-            await self.services.close()
+        async with AsyncExitStack() as ends:  # each of them, whatever becomes of the others
+            ends.push_async_callback(self._forget)
             if opened is not None:
-                await opened.close()
-        finally:
-            await self._forget()
+                ends.push_async_callback(opened.close)
+            ends.push_async_callback(self.services.close)
+            ends.push_async_callback(self._proxy.aclose)
 
     async def _forget(self) -> None:
         kept, self._kept = self._kept, None

@@ -102,10 +102,12 @@ class HarborSession(Session):
         return text if self._servers is None else f"{text}\n\n{self._servers.described()}"
 
     async def close(self) -> None:
-        if self._servers is not None:
-            await self._servers.close()
-        if hasattr(self, "machine"):
-            await self.machine.close()
+        try:
+            if self._servers is not None:
+                await self._servers.close()
+        finally:
+            if hasattr(self, "machine"):
+                await self.machine.close()
 
     async def reply(self, text: str) -> str | Reply | None:
         """End the step: an answer without a call is the end of the work on it.

@@ -216,8 +216,10 @@ class Verifier:
             what = f"tests of Harbor task {name!r} give no reward on any machine"
             raise TestsFailed(fault.kind, f"{what}: {fault.detail}") from None
         finally:
-            await services.close()
-            await container.close()
+            try:
+                await services.close()
+            finally:
+                await container.close()
         self._working.add((name, step.name))
 
 
