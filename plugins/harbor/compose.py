@@ -70,6 +70,8 @@ def _pairs(given: Any) -> Any:
         given = {name: value if sign else None for name, sign, value in parts}
     if isinstance(given, dict):
         for name, value in given.items():
+            if not name or "=" in name:
+                raise ValueError(f"{name!r} is no name of a variable: correct it")
             if value is None:
                 raise ValueError(
                     f"{name} has no value and would be a variable of this machine: write "
@@ -134,7 +136,7 @@ class ComposeHealthcheck(ComposeTable):
 
     test: Annotated[str, BeforeValidator(_line)]
     interval: Time = 30.0
-    timeout: Time = 30.0
+    timeout: Annotated[Time, Field(gt=0)] = 30.0
     start_period: Time = 0.0
     start_interval: Time = 5.0
     retries: Annotated[int, Field(ge=1, le=10_000)] = 3
@@ -240,8 +242,10 @@ def read_compose(folder: Path, variables: Mapping[str, str]) -> Compose:
     the key, its value and the repair.
     """
     file = folder / FILE
-    if not file.is_file():
+    if not file.exists():
         return Compose()
+    if not file.is_file():
+        raise _wrong("it is no regular file: write one")
     try:
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from composer_mesh.plugins.harbor import monitor
-from composer_mesh.plugins.harbor.compose import ComposeService
+from composer_mesh.plugins.harbor.compose import MAIN, ComposeService
 from composer_mesh.plugins.harbor.containers.port import (
     Container,
     Containers,
@@ -82,11 +82,19 @@ def kind_of(network: Network) -> NetworkKind:
 
 
 def settings_of(
-    folder: HarborFolder, limits: Limits, network: Network, own: EnvironmentTable | None = None
+    folder: HarborFolder,
+    limits: Limits,
+    network: Network,
+    main: ComposeService,
+    own: EnvironmentTable | None = None,
 ) -> ContainerSettings:
-    """Return the settings of a task's container, or of the `own` one of its verifier."""
+    """Return the settings of a task's container, or of the `own` one of its verifier.
+
+    `main` is what the Compose file states of the former.
+    """
     table = own or folder.toml.environment
-    main = ComposeService("") if own is not None else folder.compose(limits.variables).main
+    if own is not None:
+        main = ComposeService(MAIN)
     image = main.image or image_of(table, folder.folder / "environment")
     variables = resolved(table.env, limits.variables, f"{folder.name}: environment.env")
     memory = table.memory_mb * MIB if table.memory_mb is not None else limits.memory_bytes
@@ -122,9 +130,9 @@ class Machine:
         self.containers, self.folder, self.limits = containers, folder, limits
         self.place = 0
         """The present step, from 0."""
-        self._compose = folder.compose(limits.variables)
-        own = settings_of(folder, limits, self.network)
-        self.settings = replace(own, mounts=mounts, names=self._compose.names)
+        self.compose = folder.compose(limits.variables)
+        own = settings_of(folder, limits, self.network, self.compose.main)
+        self.settings = replace(own, mounts=mounts, names=self.compose.names)
         self.services = self.new_services()
         self.workdir, self.shell = "/", "/bin/sh"
         self.programs: frozenset[str] = frozenset()
@@ -167,7 +175,7 @@ class Machine:
 
     def new_services(self) -> Services:
         """Return the services of a container of this task; none of them is started yet."""
-        return Services(self.containers, self._compose.services, self.settings)
+        return Services(self.containers, self.compose.services, self.settings)
 
     async def start(self) -> None:
         """Start the container, its services and its first step. Raises SandboxError."""

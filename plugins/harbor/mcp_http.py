@@ -32,7 +32,9 @@ MOST_HEAD = 64 * 1024
 LOOK_S = 0.2
 """Between two attempts to connect to a server that does not listen yet."""
 EVENTS = "text/event-stream"
-SESSION, VERSION = "mcp-session-id", "mcp-protocol-version"
+SESSION_HEADER, VERSION_HEADER = "mcp-session-id", "mcp-protocol-version"
+VERSION = "2025-06-18"
+"""Version of the protocol that is offered; a server may answer with another one."""
 PORTS: Mapping[str, int] = {"http": 80, "https": 443}
 
 
@@ -143,14 +145,14 @@ class HttpServer:
             headers = _headers_of(head)
             if "id" not in message:
                 return None
-            if message["method"] == "initialize" and SESSION in headers:
-                self._session[SESSION] = headers[SESSION]
+            if message["method"] == "initialize" and SESSION_HEADER in headers:
+                self._session[SESSION_HEADER] = headers[SESSION_HEADER]
             if headers.get("content-type", "").startswith(EVENTS):
                 found = await answer.answer_to(message["id"])
             else:
                 found = json.loads(await answer.whole())
             if message["method"] == "initialize":
-                self._session[VERSION] = _version_of(found)
+                self._session[VERSION_HEADER] = _version_of(found)
             return found
 
     @asynccontextmanager
@@ -261,4 +263,4 @@ def _version_of(answer: Any) -> str:
     """Return the version of the protocol that a server has chosen, for a header."""
     result = answer.get("result") if isinstance(answer, dict) else None
     version = result.get("protocolVersion") if isinstance(result, dict) else None
-    return version if isinstance(version, str) and version.isascii() else "2025-06-18"
+    return version if isinstance(version, str) and version.isascii() else VERSION

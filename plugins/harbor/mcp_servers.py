@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from composer_mesh.plugins.harbor.machine import SETUP_S, Machine
-from composer_mesh.plugins.harbor.mcp_http import EventStream, HttpServer
+from composer_mesh.plugins.harbor.mcp_http import VERSION, EventStream, HttpServer
 from composer_mesh.plugins.harbor.services import TaskFailure
 from composer_mesh.plugins.harbor.task_toml import McpServerTable
 from composer_mesh.tasks.errors import ToolError
 
-VERSION = "2025-06-18"
-"""Version of the protocol that is offered; a server may answer with another one."""
 MOST_PAGES = 20
 START = (
     'd=$1; shift; mkdir -p "$d" && mkfifo "$d/in" "$d/out" || exit 1; '

@@ -228,6 +228,8 @@ class HarborSession(Session):
         with waiting_for_others():
             if not await self._verified_step():
                 return None
+            if self._servers is not None:
+                await self._servers.start()
         return await asyncio.to_thread(lambda: self.machine.step.instruction)
 
     async def _verified_step(self) -> bool:
@@ -240,8 +242,6 @@ class HarborSession(Session):
         if self._stopped:
             return False
         await self.machine.next_step()
-        if self._servers is not None:
-            await self._servers.start()
         return True
 
     def _judged(self) -> EpisodeVerdict:

@@ -277,7 +277,11 @@ def _verifier_settings(machine: Machine) -> ContainerSettings:
     """Return the settings of a separate verifier's container."""
     step = machine.step
     settings = settings_of(
-        machine.folder, machine.limits, machine.tests_network, step.verifier.environment
+        machine.folder,
+        machine.limits,
+        machine.tests_network,
+        machine.compose.main,
+        step.verifier.environment,
     )
     if step.tests_image is None:
         return settings

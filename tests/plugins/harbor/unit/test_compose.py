@@ -78,6 +78,12 @@ def test_a_task_without_a_file_has_the_main_service_alone(tmp_path: Path) -> Non
     assert read(tmp_path, "services: {main: }").names == ()
 
 
+def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "docker-compose.yaml").mkdir()
+    with pytest.raises(UnusableTask, match="no regular file"):
+        read_compose(tmp_path, {})
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -113,6 +119,9 @@ def test_a_task_without_a_file_has_the_main_service_alone(tmp_path: Path) -> Non
         (ONE % "healthcheck: {test: [CMD]}", "begins with CMD or CMD-SHELL"),
         (ONE % "healthcheck: {test: a, interval: 5}", "'5' is no time: write one such as"),
         (ONE % "healthcheck: {test: a, retries: 0}", "retries is '0'"),
+        (ONE % "healthcheck: {test: a, timeout: 0s}", "timeout is .*greater than 0"),
+        (ONE % "environment: ['=x']", "'' is no name of a variable"),
+        (ONE % "environment: {'A=B': x}", "'A=B' is no name of a variable"),
         ("services: {main: {}, web: {}}", "services.web has neither build nor image"),
         ("services: {main: {}, WEB: {image: a}}", "services.WEB"),
         ("services: {web: {image: a}}", "no service 'main'"),
