@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ class World:
         """Return such a task."""
         root = self.folder / "root"
         given = {"environment/docker-compose.yaml": compose, **(files or {})}
-        place = self.folder / f"task-{id(self)}"
+        place = self.folder / f"task-{secrets.token_hex(6)}"
         written(place, {**service_task(root, transport), **given})
         task = HarborTask.create(TaskSettings(path=place, max_turns=30), **options)
         task.sandbox = self.containers
