@@ -5,6 +5,7 @@ The outside is one of the tests, so no test reaches the Internet.
 
 from __future__ import annotations
 
+import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +73,7 @@ class World:
         """Play commands on a task with such tests; return the outcome and what was shown."""
         tables = {"agent": "", "verifier": "", "environment": NONE, **networks}
         toml = TOML.format(root=self.folder / "root", **tables)
-        place = self.folder / f"task-{id(self)}"
+        place = self.folder / f"task-{secrets.token_hex(6)}"
         script = TESTS.format(tests)
         written(place, {"task.toml": toml, "tests/test.sh": script, **(files or {})})
         task = HarborTask.create(TaskSettings(path=place, max_turns=30), network="task")
